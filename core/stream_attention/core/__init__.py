@@ -1,0 +1,1 @@
+"""The foundation: problem → tile plan → backend plan, caches, oracle, registry, portable routes."""

@@ -1,0 +1,100 @@
+"""`AttentionBackendPlan`: which kernel, splits, workspace and launches — and why not the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stream_attention.core.ir import Rule, check_rules, evaluable_repr, is_int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LaunchSpec:
+    """One kernel launch: name, grid, threads a block, dynamic shared memory in bytes."""
+
+    kernel: str
+    grid: tuple[int, int, int] = (1, 1, 1)
+    threads: int = 0
+    shared_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        check_rules(self, _LAUNCH_RULES)
+
+    __repr__ = evaluable_repr
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Rejection:
+    """A candidate that was not chosen, with every reason."""
+
+    route: str
+    reasons: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_rules(self, _REJECTION_RULES)
+
+    __repr__ = evaluable_repr
+
+    def __str__(self) -> str:
+        return f"{self.route}: {'; '.join(self.reasons)}"
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class AttentionBackendPlan:
+    """The lowering of a tile plan on one device.
+
+    route: registry name of the record that built it. backend: library or language (`"triton"`).
+    splits: most KV partitions a row can have; split_tokens: tokens a partition, 0 when it depends
+    on the lengths. workspace_bytes: scratch, without outputs. estimate_us: the cost model's guess,
+    `None` where it has none. reason: why this route. rejections: every other candidate.
+    """
+
+    route: str
+    backend: str
+    arch: str
+    splits: int = 1
+    split_tokens: int = 0
+    workspace_bytes: int = 0
+    launches: tuple[LaunchSpec, ...] = ()
+    estimate_us: float | None = None
+    reason: str = ""
+    rejections: tuple[Rejection, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_rules(self, _PLAN_RULES)
+
+    __repr__ = evaluable_repr
+
+
+_LAUNCH_RULES = (
+    Rule("kernel", "must be a non-empty string", lambda s: bool(s.kernel)),
+    Rule(
+        "grid",
+        "must be three ints >= 0",
+        lambda s: len(s.grid) == 3 and all(is_int(x) and x >= 0 for x in s.grid),
+    ),
+    Rule("threads", "must be an int >= 0", lambda s: is_int(s.threads) and s.threads >= 0),
+    Rule(
+        "shared_bytes",
+        "must be an int >= 0",
+        lambda s: is_int(s.shared_bytes) and s.shared_bytes >= 0,
+    ),
+)
+_REJECTION_RULES = (
+    Rule("route", "must be a non-empty string", lambda r: bool(r.route)),
+    Rule("reasons", "a rejection needs a reason", lambda r: bool(r.reasons) and all(r.reasons)),
+)
+_PLAN_RULES = (
+    Rule("route", "must be a non-empty string", lambda p: bool(p.route)),
+    Rule("backend", "must be a non-empty string", lambda p: bool(p.backend)),
+    Rule("splits", "must be an int >= 1", lambda p: is_int(p.splits) and p.splits >= 1),
+    Rule(
+        "split_tokens",
+        "must be an int >= 0",
+        lambda p: is_int(p.split_tokens) and p.split_tokens >= 0,
+    ),
+    Rule(
+        "workspace_bytes",
+        "must be an int >= 0",
+        lambda p: is_int(p.workspace_bytes) and p.workspace_bytes >= 0,
+    ),
+)

@@ -1,0 +1,50 @@
+"""What a route receives and what it gives back: bound tensors in, a runnable launch out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from stream_attention.core.backend_plan import AttentionBackendPlan
+from stream_attention.core.cache import KVView
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundTensors:
+    """The memory of one call, checked against its problem before a route sees it.
+
+    q: `[total_qo_len, num_qo_heads, head_dim_qk]`, last axis contiguous, other strides free.
+    kv: the cache's `KVView`.
+    qo_indptr: `[batch + 1]` int32 on the device, or `None` when each request has
+        `total_qo_len // batch` queries.
+    out: `[total_qo_len, num_qo_heads, head_dim_vo]`, written whole by every run.
+    lse: `[total_qo_len, num_qo_heads]` fp32 natural log, or `None`; written whole by every run.
+    attn_sink: `[num_qo_heads]` fp32 logits, or `None`.
+    """
+
+    q: torch.Tensor
+    kv: KVView
+    qo_indptr: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+    attn_sink: torch.Tensor | None = None
+
+
+@runtime_checkable
+class Launch(Protocol):
+    """A built route. Owns its scratch; two launches never share any.
+
+    `run()` enqueues on the current stream, allocates nothing on a GPU, never syncs, and may be
+    captured in a graph. `rebind(bound)` swaps addresses for tensors of the same shapes, strides,
+    dtypes and device. `reset()` makes the scratch as new, for use after an aborted launch.
+    """
+
+    backend_plan: AttentionBackendPlan
+
+    def run(self) -> None: ...
+
+    def rebind(self, bound: BoundTensors) -> None: ...
+
+    def reset(self) -> None: ...
