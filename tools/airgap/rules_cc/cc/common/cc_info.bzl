@@ -1,0 +1,3 @@
+"""The native CcInfo provider under the public rules_cc's name."""
+
+CcInfo = CcInfo  # buildifier: disable=self-assignment
