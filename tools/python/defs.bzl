@@ -7,7 +7,7 @@ A package `foo` that holds `foo/stream_attention/foo/*.py` and `foo/tests/test_*
     sa_py_library(
         name = "foo",
         srcs = glob(["stream_attention/**/*.py"]),
-        visibility = ["//tools:foo_users"],
+        visibility = ["//tools/visibility:foo_users"],
         deps = ["//core", "@pypi//torch"],
     )
 
@@ -19,8 +19,8 @@ A package `foo` that holds `foo/stream_attention/foo/*.py` and `foo/tests/test_*
 
     sa_sources()
 
-* Every BUILD file calls `sa_sources()` and is listed in //tools/lint:sources.bzl: the lint tests see the
-  files of a package through its `:sources` only. A test fails for a file that no package gives.
+* Every BUILD file ends with `sa_sources()` and its package is listed in //tools/lint:packages.bzl: the lint
+  tests see a package through what that macro makes. A test fails for a file or a target that it misses.
 * `deps` names what `srcs` import, first-party and third-party; a lint test compares both.
 * One sa_py_test per test file. A test that needs a GPU has the tag "gpu" (any CUDA device) and, where it
   needs one architecture, "sm80", "sm90" or "sm100" too: without the device each of its tests is reported
@@ -37,12 +37,16 @@ _ARCH_TAGS = ["sm80", "sm90", "sm100"]
 _IMPORTS = ["."]
 
 def sa_sources(name = "sources", include = ["**"]):
-    """Gives the package's files to the lint tests.
+    """Gives the package's files and targets to the lint tests; the last statement of every BUILD file.
+
+    `:sources` are the package's files, `:targets` its rules as query XML (srcs and deps of each), `:closure`
+    the labels that they depend on.
 
     Args:
-      name: leave the default; the lint tests ask for `:sources`.
+      name: leave the default; the lint tests ask for these names.
       include: globs; only the root package narrows it.
     """
+    rules = ["//%s:%s" % (native.package_name(), rule) for rule in native.existing_rules()]
     native.filegroup(
         name = name,
         srcs = native.glob(
@@ -56,8 +60,25 @@ def sa_sources(name = "sources", include = ["**"]):
                 "dist/**",
             ],
         ),
-        visibility = ["//:__subpackages__"],
+        visibility = ["//tools:__subpackages__"],
     )
+    if not rules:
+        rules = ["//%s:%s" % (native.package_name(), name)]
+    for query, expression, output in [
+        ("targets", "set(%s)", "xml"),
+        ("closure", "deps(set(%s))", "label"),
+    ]:
+        native.genquery(
+            name = query,
+            expression = expression % " ".join(rules),
+            opts = [
+                "--noimplicit_deps",
+                "--output=" + output,
+            ],
+            scope = rules,
+            testonly = True,
+            visibility = ["//tools:__subpackages__"],
+        )
 
 def sa_py_library(name, srcs = [], deps = [], data = [], **kwargs):
     """A py_library whose package folder is a root of the `stream_attention` namespace.
