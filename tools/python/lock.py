@@ -138,7 +138,9 @@ def main():
             note = [f"{torch} was not to be had for CPython {', '.join(missing)}: no hash for it."]
             print(f"{lock.name}: {note[0]}", file=sys.stderr)
         if len(missing) == len(pythons):
-            sys.exit(f"{torch}: no interpreter found it; set PIP_FIND_LINKS to a folder that has it")
+            sys.exit(
+                f"{torch}: no interpreter found it; set PIP_FIND_LINKS to a folder that has it"
+            )
         lock.write_text(render(variant, rows_by_python, note))
         print(f"wrote {lock.name}")
 
