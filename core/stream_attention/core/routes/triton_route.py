@@ -1,0 +1,474 @@
+"""The portable Triton route: exact attention on any GPU, for the whole contract.
+
+Everything that depends on lengths is decided on the device, so one captured graph serves every
+length mix up to the plan's capacity. Triton is imported when a launch is built, not before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stream_attention.core.backend_plan import AttentionBackendPlan, LaunchSpec
+from stream_attention.core.device import DeviceFacts
+from stream_attention.core.dtypes import dtype_bytes
+from stream_attention.core.ir import Rule, check_rules, evaluable_repr
+from stream_attention.core.launch import BoundTensors
+from stream_attention.core.problem import AttentionProblem
+from stream_attention.core.registry import (
+    AttentionRecord,
+    CapabilityRule,
+    MergeProblem,
+    Registry,
+)
+from stream_attention.core.tile_plan import AttentionTilePlan
+
+ROUTE = "triton"
+# Scratch of one plan: fewer splits rather than more memory than this.
+MAX_SCRATCH_BYTES = 256 << 20
+# A scan of the lengths by every program costs about 1 us per 512 requests; past this many requests
+# there is work for all programs without splits.
+MAX_SCANNED_REQUESTS = 1024
+# Tokens below which a split costs more in the merge than it saves.
+MIN_SPLIT_TOKENS = 256
+BATCH_INVARIANT_SPLIT_TOKENS = 1024
+MAX_BATCH_INVARIANT_SPLITS = 128
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class TritonConfig:
+    """Tiles and schedule of one plan; a pure function of problem and device.
+
+    block_m: packed query rows a tile. block_n: KV tokens a tile. schedule: `"direct"`, `"scan"` or
+    `"fixed"` (see the kernel). max_splits: partial states a row can have. slots: programs a KV head
+    that run at once. min_tiles: fewest tiles a split. wave_tiles, waves: past `wave_tiles` tiles a
+    program, cut the work `waves` times finer. chunk_tiles: tiles a split, `"fixed"` only. items:
+    programs a KV head on grid axis 0.
+    """
+
+    block_m: int
+    block_n: int
+    block_qk: int
+    block_vo: int
+    num_warps: int
+    num_stages: int
+    schedule: str
+    max_splits: int = 1
+    slots: int = 1
+    min_tiles: int = 1
+    wave_tiles: int = 64
+    waves: int = 4
+    chunk_tiles: int = 1
+    items: int = 1
+
+    def __post_init__(self) -> None:
+        check_rules(self, _CONFIG_RULES)
+
+    __repr__ = evaluable_repr
+
+
+def _power_of_two(name: str, low: int) -> Rule:
+    return Rule(
+        name,
+        f"must be a power of two >= {low}",
+        lambda c: getattr(c, name) >= low and getattr(c, name) & (getattr(c, name) - 1) == 0,
+        lambda c: low,
+    )
+
+
+_CONFIG_RULES = (
+    _power_of_two("block_m", 16),
+    _power_of_two("block_n", 16),
+    _power_of_two("block_qk", 16),
+    _power_of_two("block_vo", 16),
+    Rule(
+        "schedule",
+        "must be 'direct', 'scan' or 'fixed'",
+        lambda c: c.schedule in ("direct", "scan", "fixed"),
+    ),
+    Rule(
+        "max_splits",
+        "must be >= 1, and 1 when direct",
+        lambda c: c.max_splits >= 1 and (c.schedule != "direct" or c.max_splits == 1),
+    ),
+)
+
+
+def _next_power_of_two(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def choose_tiles(problem: AttentionProblem) -> tuple[int, int, int, int, int, int]:
+    """(block_m, block_n, block_qk, block_vo, num_warps, num_stages) for a problem.
+
+    Shared memory is at most 160 KiB with the query tile counted, so that compute capability 8.0
+    holds it; a compile test asserts that for every row of the table.
+    """
+    block_qk = max(16, _next_power_of_two(problem.head_dim_qk))
+    block_vo = max(16, _next_power_of_two(problem.head_dim_vo))
+    widest = max(block_qk, block_vo)
+    rows = problem.max_qo_len * problem.gqa_group_size
+    if problem.batch_invariant:  # the tile may not depend on the longest request of the batch
+        rows = problem.gqa_group_size
+    size = max(dtype_bytes(problem.q_dtype), dtype_bytes(problem.kv_dtype))
+    most_rows = 128 if widest <= 128 else 64 if widest == 256 else 32
+    if size == 4:
+        most_rows = min(most_rows, 32 if widest >= 256 else 64)
+    block_m = min(max(16, _next_power_of_two(rows)), most_rows)
+    row_bytes = (block_qk + block_vo) * size
+    # K and V tiles of about 32 KiB a stage, three stages: 64-96 KiB of loads in flight an SM.
+    block_n = min(128, max(16, 1 << ((32 << 10) // row_bytes).bit_length() - 1))
+    num_warps = 8 if block_m >= 128 or (block_m >= 64 and widest >= 256) else 4
+    stage_bytes = block_n * row_bytes
+    room = (160 << 10) - block_m * block_qk * size
+    num_stages = max(1, min(3, room // stage_bytes))
+    return block_m, block_n, block_qk, block_vo, num_warps, num_stages
+
+
+def choose_config(problem: AttentionProblem, device: DeviceFacts) -> TritonConfig:
+    """The launch geometry of a problem on a device; lengths are not known here, only capacities."""
+    block_m, block_n, block_qk, block_vo, num_warps, num_stages = choose_tiles(problem)
+    tiles = {
+        "block_m": block_m,
+        "block_n": block_n,
+        "block_qk": block_qk,
+        "block_vo": block_vo,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+    packed = problem.total_qo_len * problem.gqa_group_size
+    if problem.uniform and problem.batch:
+        units = problem.batch * _ceil_div(problem.max_qo_len * problem.gqa_group_size, block_m)
+    else:
+        units = _ceil_div(packed, block_m) + problem.batch
+    row_bytes = problem.total_qo_len * problem.num_qo_heads * (problem.head_dim_vo + 1) * 4
+    most_splits = max(1, MAX_SCRATCH_BYTES // max(row_bytes, 1))
+
+    if problem.batch_invariant:
+        tokens = max(
+            BATCH_INVARIANT_SPLIT_TOKENS,
+            _next_power_of_two(_ceil_div(problem.kv_capacity, MAX_BATCH_INVARIANT_SPLITS)),
+        )
+        splits = _ceil_div(problem.kv_capacity, tokens)
+        if splits <= 1:
+            return TritonConfig(schedule="direct", items=units, **tiles)
+        return TritonConfig(
+            schedule="fixed",
+            max_splits=splits,
+            chunk_tiles=max(1, tokens // block_n),
+            items=units,
+            **tiles,
+        )
+
+    slots = max(1, 2 * device.num_sms // problem.num_kv_heads)
+    min_tiles = max(1, MIN_SPLIT_TOKENS // block_n)
+    waves = 4
+    splits = min(
+        _ceil_div(problem.kv_capacity, min_tiles * block_n),
+        slots * waves,
+        most_splits,
+    )
+    if splits <= 1 or problem.batch > MAX_SCANNED_REQUESTS or units >= slots * waves * 4:
+        return TritonConfig(schedule="direct", items=units, **tiles)
+    return TritonConfig(
+        schedule="scan",
+        max_splits=splits,
+        slots=slots,
+        min_tiles=min_tiles,
+        waves=waves,
+        items=units + slots * waves,
+        **tiles,
+    )
+
+
+class TritonLaunch:
+    """A built plan of the Triton route. See `stream_attention.core.launch.Launch`."""
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        device: DeviceFacts,
+        bound: BoundTensors,
+        config: TritonConfig | None = None,
+        merge_records: tuple[Any, ...] = (),
+    ) -> None:
+        from stream_attention.core.routes import triton_kernels
+
+        self._kernels = triton_kernels
+        self._problem = problem
+        self._device = device
+        self.config = config or choose_config(problem, device)
+        self._merge_records = merge_records
+        self._scratch_out: torch.Tensor | None = None
+        self._scratch_lse: torch.Tensor | None = None
+        rows = problem.total_qo_len * problem.num_qo_heads
+        if self.config.schedule != "direct" and rows:
+            shape = (self.config.max_splits, problem.total_qo_len, problem.num_qo_heads)
+            kwargs = {"dtype": torch.float32, "device": bound.q.device}
+            self._scratch_out = torch.empty((*shape, problem.head_dim_vo), **kwargs)
+            self._scratch_lse = torch.full(shape, float("-inf"), **kwargs)
+        one = torch.ones(1, dtype=torch.float32, device=bound.q.device)
+        self._unit_scale = one.expand(problem.num_kv_heads)
+        self._merge: Any = None
+        self._merge_name = "triton merge_splits"
+        if self._scratch_out is not None:
+            self._merge = self._native_merge(bound)
+        self.rebind(bound)
+        self.backend_plan = self._plan()
+
+    def _plan(self) -> AttentionBackendPlan:
+        config, problem = self.config, self._problem
+        grid_y = config.max_splits if config.schedule == "fixed" else 1
+        launches = [
+            LaunchSpec(
+                "attention_split",
+                (config.items * problem.num_kv_heads, grid_y, 1),
+                32 * config.num_warps,
+            )
+        ]
+        workspace = 0
+        if self._scratch_out is not None and self._scratch_lse is not None:
+            workspace = 4 * (self._scratch_out.numel() + self._scratch_lse.numel())
+            rows = problem.total_qo_len * problem.num_qo_heads
+            launches.append(LaunchSpec(self._merge_name, (rows, 1, 1), 128))
+        fixed = config.schedule == "fixed"
+        return AttentionBackendPlan(
+            route=ROUTE,
+            backend="triton",
+            arch=self._device.arch,
+            splits=config.max_splits,
+            split_tokens=config.chunk_tiles * config.block_n if fixed else 0,
+            workspace_bytes=workspace,
+            launches=tuple(launches),
+            estimate_us=_estimate_us(problem, self._device),
+        )
+
+    def _native_merge(self, bound: BoundTensors) -> Any:
+        """A kernel package's merge of the splits, or `None` where ours must do it."""
+        problem = self._problem
+        merge = MergeProblem(
+            num_states=self.config.max_splits,
+            head_dim=problem.head_dim_vo,
+            part_dtype="float32",
+            out_dtype=problem.out_dtype,
+            has_sink=problem.has_sink,
+        )
+        if not (_flat(bound.out, 2) and (bound.lse is None or _flat(bound.lse, 1))):
+            return None
+        for record in self._merge_records:
+            if not record.reasons(merge, self._device):
+                self._merge_name = record.name
+                return record.build(*self._merge_tensors(bound))
+        return None
+
+    def _merge_tensors(self, bound: BoundTensors) -> tuple[Any, ...]:
+        assert self._scratch_out is not None and self._scratch_lse is not None
+        splits, dim = self.config.max_splits, self._problem.head_dim_vo
+        return (
+            self._scratch_out.view(splits, -1, dim),
+            self._scratch_lse.view(splits, -1),
+            bound.out.view(-1, dim),
+            None if bound.lse is None else bound.lse.view(-1),
+            bound.attn_sink,
+        )
+
+    def rebind(self, bound: BoundTensors) -> None:
+        """Point the launch at tensors of the same shapes, strides, dtypes and device."""
+        if self._merge is not None:
+            self._merge.rebind(*self._merge_tensors(bound))
+        self._bound = bound
+        self._split_args, self._split_meta = self._split_arguments(bound)
+        self._merge_args = self._merge_arguments(bound)
+
+    def _split_arguments(self, bound: BoundTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        problem, config, kv = self._problem, self.config, bound.kv
+        direct = self._scratch_out is None
+        out = bound.out if direct else self._scratch_out
+        lse = bound.lse if direct else self._scratch_lse
+        assert out is not None
+        key, value = kv.key, kv.value
+        fp8 = problem.kv_dtype == "float8_e4m3fn"
+        if fp8:
+            key, value = key.view(torch.uint8), value.view(torch.uint8)
+        has_scale = kv.key_scale is not None or kv.value_scale is not None
+        key_scale, value_scale = kv.key_scale, kv.value_scale
+        if has_scale and (key_scale is None or value_scale is None):
+            key_scale = self._unit_scale if key_scale is None else key_scale
+            value_scale = self._unit_scale if value_scale is None else value_scale
+        uniform = bound.qo_indptr is None
+        table, lens = kv.page_table, kv.kv_lens
+        args = (
+            bound.q, key, value, table, lens, bound.qo_indptr, key_scale, value_scale,
+            bound.attn_sink, out, lse,
+            problem.batch, problem.total_qo_len, problem.max_qo_len if uniform else 0,
+            min(problem.kv_capacity, (1 << 31) - 1 - config.block_n),
+            problem.num_kv_heads, problem.gqa_group_size, problem.head_dim_qk, problem.head_dim_vo,
+            float(problem.sm_scale), float(problem.logits_soft_cap or 1.0),
+            min(problem.window_left or 0, (1 << 31) - 1),
+            min(problem.window_right or 0, (1 << 31) - 1),
+            config.slots, config.min_tiles, config.wave_tiles, config.waves, config.max_splits,
+            config.chunk_tiles,
+            bound.q.stride(0), bound.q.stride(1), key.stride(0), key.stride(1), key.stride(2),
+            value.stride(0), value.stride(1), value.stride(2),
+            table.stride(0) if table is not None else 0,
+            table.stride(1) if table is not None else 0,
+            lens.stride(0) if lens is not None else 0,
+            lens.stride(1) if lens is not None else 0,
+            key_scale.stride(0) if has_scale else 0,
+            value_scale.stride(0) if has_scale else 0,
+            out.stride(-3), out.stride(-2), 0 if direct else out.stride(0),
+            0 if lse is None else lse.stride(-2),
+            0 if lse is None else lse.stride(-1),
+            0 if direct or lse is None else lse.stride(0),
+        )  # fmt: skip
+        meta = {
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_QK": config.block_qk,
+            "BLOCK_VO": config.block_vo,
+            "PAGE": problem.page_size if problem.cache_kind == "paged" else 1,
+            "PAGED": problem.cache_kind == "paged",
+            "FP8": fp8,
+            "HAS_LENS": lens is not None,
+            "HAS_SCALE": has_scale,
+            "UNIFORM": uniform,
+            "SCHEDULE": config.schedule,
+            "CAUSAL": problem.causal,
+            "HAS_LEFT": problem.window_left is not None,
+            "HAS_RIGHT": problem.window_right is not None and not problem.causal,
+            "HAS_CAP": problem.logits_soft_cap is not None,
+            "HAS_SINK": bound.attn_sink is not None,
+            "STORE_LSE": lse is not None,
+            "PAD_QK": config.block_qk != problem.head_dim_qk,
+            "PAD_VO": config.block_vo != problem.head_dim_vo,
+            "DOT_FP32": _interpreting(),
+            "BLOCK_B": 128,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+        return args, meta
+
+    def _merge_arguments(self, bound: BoundTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._scratch_out is None or self._scratch_lse is None:
+            return (), {}
+        problem, config, lse = self._problem, self.config, bound.lse
+        args = (
+            self._scratch_out, self._scratch_lse, bound.attn_sink, bound.out, lse,
+            config.max_splits, problem.num_qo_heads, problem.head_dim_vo,
+            self._scratch_out.stride(0), problem.head_dim_vo, self._scratch_lse.stride(0),
+            bound.out.stride(0), bound.out.stride(1),
+            0 if lse is None else lse.stride(0), 0 if lse is None else lse.stride(1),
+        )  # fmt: skip
+        meta = {
+            "BLOCK_S": 16,
+            "BLOCK_VO": config.block_vo,
+            "HAS_SINK": bound.attn_sink is not None,
+            "STORE_LSE": lse is not None,
+            "num_warps": 4,
+        }
+        return args, meta
+
+    def run(self) -> None:
+        """Enqueue on the current stream: one launch, and one more when there are splits."""
+        problem, config = self._problem, self.config
+        if not problem.total_qo_len:
+            return
+        grid_y = config.max_splits if config.schedule == "fixed" else 1
+        grid = (config.items * problem.num_kv_heads, grid_y, 1)
+        self._kernels.attention_split[grid](*self._split_args, **self._split_meta)
+        if self._merge is not None:
+            self._merge.run()
+        elif self._scratch_out is not None:
+            args, meta = self._merge_args
+            rows = problem.total_qo_len * problem.num_qo_heads
+            self._kernels.merge_splits[(rows, 1, 1)](*args, **meta)
+
+    def reset(self) -> None:
+        """Make the scratch as new: every state empty."""
+        if self._scratch_lse is not None:
+            self._scratch_lse.fill_(float("-inf"))
+
+
+def _flat(tensor: torch.Tensor, kept: int) -> bool:
+    """Leading axes merge into rows without a copy."""
+    if kept == 2:
+        return tensor.stride(0) == tensor.shape[1] * tensor.stride(1) or tensor.shape[0] <= 1
+    return tensor.is_contiguous()
+
+
+@functools.cache
+def _triton_problem() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; install triton >= 3.6"
+    return None
+
+
+def _interpreting() -> bool:
+    """Triton's CPU interpreter is on: a way to check kernels, never a way to serve."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def _device_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
+    if device.type == "cuda":
+        capability = device.compute_capability or (0, 0)
+        if capability >= (8, 0):
+            return None
+        return f"device={device.arch}: needs compute capability >= 8.0; use the torch route"
+    if _interpreting():
+        return None
+    return f"device={device.type!r}: needs a CUDA GPU; use the torch route"
+
+
+def _serving_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
+    if problem.differentiable:
+        return "differentiable=True: has no backward; use torch_sdpa"
+    if problem.mask is not None:
+        return f"mask={problem.mask!r}: takes no explicit mask; use torch_sdpa"
+    return None
+
+
+RULES = (
+    CapabilityRule("triton", lambda problem, device: _triton_problem()),
+    CapabilityRule("device", _device_reason),
+    CapabilityRule("serving", _serving_reason),
+)
+
+
+def _estimate_us(problem: AttentionProblem, device: DeviceFacts) -> float:
+    """Two launches, K/V bytes at 3 TB/s, and products at 300 TFLOP/s, whichever binds."""
+    kv_bytes = problem.batch * problem.kv_capacity * problem.kv_token_bytes
+    pairs = problem.total_qo_len * problem.num_qo_heads * problem.kv_capacity
+    flops = 2.0 * pairs * (problem.head_dim_qk + problem.head_dim_vo)
+    return 8.0 + max(kv_bytes / 3e6, flops / 3e8)
+
+
+def register(registry: Registry) -> None:
+    """Add the route; the split merge comes from a kernel package where one is installed."""
+
+    def build(
+        problem: AttentionProblem,
+        tile_plan: AttentionTilePlan,
+        device: DeviceFacts,
+        bound: BoundTensors,
+    ) -> TritonLaunch:
+        return TritonLaunch(problem, device, bound, merge_records=registry.merge_records())
+
+    registry.register_attention(
+        AttentionRecord(
+            route=ROUTE,
+            backend="triton",
+            package="stream-attention-core",
+            rules=RULES,
+            estimate_us=_estimate_us,
+            build=build,
+        )
+    )
