@@ -1,3 +1,5 @@
 """The native cc_common module under the public rules_cc's name."""
 
-cc_common = cc_common  # buildifier: disable=self-assignment
+load(":native.bzl", "native_cc_common")
+
+cc_common = native_cc_common

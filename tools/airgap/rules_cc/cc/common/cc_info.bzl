@@ -1,3 +1,5 @@
 """The native CcInfo provider under the public rules_cc's name."""
 
-CcInfo = CcInfo  # buildifier: disable=self-assignment
+load(":native.bzl", "native_cc_info")
+
+CcInfo = native_cc_info

@@ -1,0 +1,6 @@
+// libstream_attention_sm80: merges of attention states (out, lse).
+// state_abi.h has the ABI, state_kernels.cuh the kernels, arch.cuh what sm_80 does in its own way.
+#include "arch.cuh"
+#include "stream_attention/state_library.cuh"
+
+STREAM_ATTENTION_STATE_LIBRARY(stream_attention::Arch)
