@@ -1,0 +1,250 @@
+"""Execution of the torch route's items: a long one at a time, or many short ones as a batch.
+
+Rows are kept as `[heads, rows * group, …]`: the query heads that share a KV head are rows of one
+matrix product, so every K and V element is read once for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stream_attention.core.launch import BoundTensors
+from stream_attention.core.problem import AttentionProblem
+from stream_attention.core.routes.torch_items import Items, Visibility, chunks
+from stream_attention.core.routes.torch_kv import PoolReader
+from stream_attention.core.routes.torch_softmax import (
+    add_weighted_,
+    cap_,
+    exponentiate_,
+    finish,
+    finite_or_zero,
+    hidden,
+)
+
+_NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """What all items of a run share.
+
+    shared: a unit is a request with all its KV heads; else a request and one KV head.
+    chunk_tokens: tokens of one gather; span_tokens: most tokens of one softmax step.
+    """
+
+    problem: AttentionProblem
+    bound: BoundTensors
+    key: PoolReader
+    value: PoolReader
+    sight: Visibility
+    shared: bool
+    chunk_tokens: int
+    span_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """Running softmax of `[heads, rows]`: `acc` is `[heads, rows, head_dim]`; all fp32."""
+
+    largest: torch.Tensor
+    total: torch.Tensor
+    acc: torch.Tensor
+
+    @classmethod
+    def empty(cls, heads: int, rows: int, dim: int, device: torch.device) -> State:
+        """A state that has seen nothing."""
+        f32 = {"dtype": torch.float32, "device": device}
+        return cls(
+            torch.full((heads, rows), _NEG_INF, **f32),
+            torch.zeros(heads, rows, **f32),
+            torch.zeros(heads, rows, dim, **f32),
+        )
+
+    def advance(self, scores: torch.Tensor) -> torch.Tensor:
+        """Turn masked scores `[heads, rows, tokens]` into weights in place, and rescale `acc`."""
+        above = torch.maximum(self.largest, scores.amax(-1))
+        weight = torch.exp(self.largest - finite_or_zero(above))
+        exponentiate_(scores, above)
+        self.total.mul_(weight).add_(scores.sum(-1))
+        self.acc.mul_(weight.unsqueeze(-1))
+        self.largest = above
+        return scores
+
+
+def run_alone(call: Call, items: Items, index: int) -> None:
+    """One item, chunk by chunk. Every shape depends on the item's own request only."""
+    kv, p, q = call.bound.kv, call.problem, call.bound.q
+    unit, row, rows = int(items.unit[index]), int(items.row[index]), int(items.rows[index])
+    position, lo, hi = int(items.position[index]), int(items.lo[index]), int(items.hi[index])
+    head = None if call.shared else unit % kv.num_kv_heads
+    request = unit if call.shared else unit // kv.num_kv_heads
+    heads, group = (kv.num_kv_heads if call.shared else 1), p.gqa_group_size
+    if kv.page_table is None:
+        pages = torch.tensor([request], device=q.device)
+    else:
+        used = -(-hi // kv.page_size)
+        pages = kv.page_table[request, head or 0, :used].to(torch.int64)
+    pick = slice(None) if head is None else slice(head, head + 1)
+    query = q[row : row + rows].unflatten(1, (kv.num_kv_heads, group))[:, pick]
+    query = _scaled_query(call, query.transpose(0, 1), pick).view(heads, rows * group, -1)
+    state = State.empty(heads, rows * group, p.head_dim_vo, q.device)
+    positions = position + torch.arange(rows, device=q.device)
+    for span in _spans(lo, hi, kv.page_size, call.chunk_tokens, call.span_tokens):
+        _span_step(call, state, query, span, pages, head, (position, positions))
+    empty = None
+    if call.sight.right is not None and position + call.sight.right < 0:
+        empty = (positions + call.sight.right < 0).view(1, rows, 1)
+    out, lse = _finish(call, state, (heads, rows, group), pick, empty)
+    at = call.bound.out[row : row + rows].unflatten(1, (kv.num_kv_heads, group))
+    at[:, pick].copy_(out.transpose(0, 1))
+    if call.bound.lse is not None:
+        at = call.bound.lse[row : row + rows].unflatten(1, (kv.num_kv_heads, group))
+        at[:, pick].copy_(lse.transpose(0, 1))
+
+
+def _spans(
+    lo: int, hi: int, page_size: int, chunk_tokens: int, span_tokens: int
+) -> list[list[tuple[int, int]]]:
+    """Chunks of `[lo, hi)` packed into spans of at most `span_tokens` (at least one chunk)."""
+    spans: list[list[tuple[int, int]]] = []
+    for a, b in chunks(lo, hi, page_size, chunk_tokens):
+        if spans and b - spans[-1][0][0] <= span_tokens:
+            spans[-1].append((a, b))
+        else:
+            spans.append([(a, b)])
+    return spans
+
+
+def _span_step(
+    call: Call,
+    state: State,
+    query: torch.Tensor,
+    span: list[tuple[int, int]],
+    pages: torch.Tensor,
+    head: int | None,
+    place: tuple[int, torch.Tensor],
+) -> None:
+    """Scores of all chunks of a span, one softmax step, then `acc += P V` chunk by chunk."""
+    heads, rows, _ = query.shape
+    size, contiguous = call.bound.kv.page_size, call.bound.kv.page_table is None
+    begin, end = span[0][0], span[-1][1]
+    scores = query.new_empty(heads, rows, end - begin)
+    reads = []
+    for a, b in span:
+        first = a // size
+        ids = pages if contiguous else pages[first : (b - 1) // size + 1]
+        reads.append((ids, a - first * size, b - a, a - begin))
+    for ids, offset, tokens, at in reads:
+        key = call.key.tile(ids, offset, tokens, head)
+        torch.bmm(query, key.transpose(1, 2), out=scores[:, :, at : at + tokens])
+    cap_(scores, call.problem.logits_soft_cap)
+    position, positions = place
+    mask = None
+    if _cuts(call.sight, position, len(positions), begin, end):
+        token = torch.arange(begin, end, device=query.device)
+        mask = hidden(positions.view(-1, 1, 1), token, call.sight)
+        scores.view(heads, len(positions), -1, end - begin).masked_fill_(mask, _NEG_INF)
+        mask = mask.expand(-1, rows // len(positions), -1).reshape(1, rows, end - begin)
+    state.advance(scores)
+    for ids, offset, tokens, at in reads:
+        value = call.value.tile(ids, offset, tokens, head)
+        part = slice(at, at + tokens)
+        unseen = None if mask is None else mask[:, :, part]
+        add_weighted_(state.acc, scores[:, :, part], value, unseen)
+
+
+def _cuts(sight: Visibility, position: int, rows: int, begin: int, end: int) -> bool:
+    """True when some row of `position … position + rows - 1` does not see all of `[begin, end)`."""
+    right = sight.right is not None and end - 1 > position + sight.right
+    return right or (sight.left is not None and begin < position + rows - 1 - sight.left)
+
+
+def run_group(call: Call, items: Items, tokens: int) -> None:
+    """Items of equal row count and spans of at most `tokens`, as one rectangular batch."""
+    kv, p, bound = call.bound.kv, call.problem, call.bound
+    device, count, rows = bound.q.device, len(items), int(items.rows[0])
+    unit, row, position, lo, hi = (
+        torch.from_numpy(x).to(device)
+        for x in (items.unit, items.row, items.position, items.lo, items.hi)
+    )
+    heads, group = (kv.num_kv_heads if call.shared else 1), p.gqa_group_size
+    head = None if call.shared else unit % kv.num_kv_heads
+    request = unit if call.shared else unit // kv.num_kv_heads
+    token = lo.unsqueeze(1) + torch.arange(tokens, device=device)  # [count, tokens]
+    valid = token < hi.unsqueeze(1)
+    token = torch.where(valid, token, lo.unsqueeze(1))  # padding reads a slot the unit owns
+    page, slot = request.unsqueeze(1), token
+    if kv.page_table is not None:
+        lane = torch.zeros_like(unit) if head is None else head
+        page = kv.page_table[page, lane.unsqueeze(1), token // kv.page_size].to(torch.int64)
+        slot = token % kv.page_size
+    line = row.unsqueeze(1) + torch.arange(rows, device=device)  # [count, rows]
+    pick = slice(None) if head is None else head
+    where = (line,) if head is None else (line, head.unsqueeze(1))
+    query = bound.q.unflatten(1, (kv.num_kv_heads, group))[where]
+    query = query.view(count, rows, heads, group, -1).transpose(1, 2)
+    query = _scaled_query(call, query, pick).view(count * heads, rows * group, -1)
+    key = call.key.tiles(page, slot, head).view(count * heads, tokens, -1)
+    scores = cap_(torch.bmm(query, key.transpose(1, 2)), p.logits_soft_cap)
+    place = (position.unsqueeze(1) + torch.arange(rows, device=device)).unsqueeze(2)
+    mask = hidden(place, token.unsqueeze(1), call.sight)  # [count, rows, tokens]
+    unseen = ~valid.unsqueeze(1)
+    mask = unseen if mask is None else mask | unseen
+    mask = mask[:, None, :, None].expand(count, heads, rows, group, tokens)
+    scores.view(count, heads, rows, group, tokens).masked_fill_(mask, _NEG_INF)
+    state = State.empty(count * heads, rows * group, p.head_dim_vo, device)
+    state.advance(scores)
+    value = call.value.tiles(page, slot, head)
+    value.masked_fill_(~valid[:, None, :, None], 0.0)
+    clipped = rows > 1 and call.sight.bounded  # some row may see less than its item's span
+    mask = mask.reshape(scores.shape) if clipped else None
+    add_weighted_(state.acc, scores, value.view(count * heads, tokens, -1), mask)
+    empty = None
+    if call.sight.right is not None:
+        empty = (place + call.sight.right < 0).view(count, 1, rows, 1)
+    out, lse = _finish(call, state, (count, heads, rows, group), pick, empty)
+    out, lse = out.transpose(1, 2), lse.transpose(1, 2)  # [count, rows, heads, group, …]
+    if head is not None:
+        out, lse = out.squeeze(2), lse.squeeze(2)
+    target = bound.out.unflatten(1, (kv.num_kv_heads, group))
+    target[where] = out.to(bound.out.dtype)
+    if bound.lse is not None:
+        bound.lse.unflatten(1, (kv.num_kv_heads, group))[where] = lse
+
+
+def _scaled_query(call: Call, query: torch.Tensor, pick: slice | torch.Tensor) -> torch.Tensor:
+    """`sm_scale * key_scale * q`, fp32, contiguous; query is `[…, heads, rows, group, dim]`."""
+    query = query.to(torch.float32, memory_format=torch.contiguous_format) * call.problem.sm_scale
+    scale = call.bound.kv.key_scale
+    if scale is not None:
+        query.mul_(_per_head(scale[pick], query.dim(), pick))
+    return query.contiguous()
+
+
+def _per_head(facts: torch.Tensor, rank: int, pick: slice | torch.Tensor) -> torch.Tensor:
+    """`[heads]` facts (or one a unit) shaped to `[…, heads, 1, 1, 1]` of the given rank."""
+    if isinstance(pick, torch.Tensor):
+        return facts.view(-1, 1, *([1] * (rank - 2)))
+    return facts.view(-1, 1, 1, 1) if rank > 3 else facts.view(-1, 1, 1)
+
+
+def _finish(
+    call: Call,
+    state: State,
+    shape: tuple[int, ...],
+    pick: slice | torch.Tensor,
+    empty: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[*shape, head_dim_vo]` and lse `[*shape]`; shape is `[…, heads, rows, group]`."""
+    bound, kv = call.bound, call.bound.kv
+    sink = bound.attn_sink
+    if sink is not None:
+        sink = sink.to(torch.float32).view(kv.num_kv_heads, 1, -1)[pick]
+        if isinstance(pick, torch.Tensor):
+            sink = sink.unsqueeze(1)
+    acc = state.acc.view(*shape, -1)
+    if kv.value_scale is not None:
+        acc.mul_(_per_head(kv.value_scale[pick], acc.dim(), pick))
+    return finish(acc, state.total.view(shape), state.largest.view(shape), sink, empty)

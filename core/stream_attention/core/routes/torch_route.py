@@ -1,0 +1,233 @@
+"""The torch route: exact attention on any device torch has, for the whole contract.
+
+A chunked online softmax. Query rows are cut into items (`torch_items`), K and V are gathered page
+by page into a small buffer that stays in the cache (`torch_kv`), scores and state are fp32
+(`torch_softmax`), and the output is rounded once. The constants below bound the memory, whatever
+the batch and the lengths. Lengths and page tables are read on the host at every run, so they may
+change in place between runs; on CUDA that read is a sync, which the cost model charges and a graph
+capture refuses.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from stream_attention.core.backend_plan import AttentionBackendPlan, LaunchSpec
+from stream_attention.core.device import DeviceFacts
+from stream_attention.core.launch import BoundTensors
+from stream_attention.core.problem import AttentionProblem
+from stream_attention.core.registry import AttentionRecord, CapabilityRule
+from stream_attention.core.routes.torch_exec import Call, run_alone, run_group
+from stream_attention.core.routes.torch_items import Items, Visibility, build_items, split_items
+from stream_attention.core.routes.torch_kv import PoolReader, shared_lists
+from stream_attention.core.tile_plan import AttentionTilePlan
+
+if TYPE_CHECKING:
+    from stream_attention.core.registry import Registry
+
+ROUTE = "torch"
+CHUNK_BYTES = 1 << 20
+SCORE_ELEMENTS = 1 << 20
+GROUP_ELEMENTS = 1 << 20
+GROUP_TOKENS = 256
+CPU_BYTES_PER_US = 6_000.0  # a thread; ranks routes only
+CPU_FLOPS_PER_US = 20_000.0
+CUDA_BYTES_PER_US = 200_000.0
+
+
+class TorchLaunch:
+    """One bound call of the torch route; implements `Launch`.
+
+    Owns the gather buffers (`workspace_bytes`); other temporaries are bounded by a few times
+    `4 * SCORE_ELEMENTS` bytes and freed by every `run`. `run` raises `RuntimeError` inside a CUDA
+    graph capture: it reads lengths on the host.
+    """
+
+    __slots__ = (
+        "_bound",
+        "_chunk_tokens",
+        "_key",
+        "_problem",
+        "_rows",
+        "_shared",
+        "_sight",
+        "_span_tokens",
+        "_value",
+        "backend_plan",
+    )
+
+    def __init__(self, problem: AttentionProblem, device: DeviceFacts, bound: BoundTensors) -> None:
+        kv = bound.kv
+        self._problem = problem
+        self._bound = bound
+        self._shared = shared_lists(kv)
+        self._sight = Visibility.of(problem.causal, problem.window_left, problem.window_right)
+        heads = kv.num_kv_heads if self._shared else 1
+        group = problem.gqa_group_size
+        token_bytes = 4 * heads * max(problem.head_dim_qk, problem.head_dim_vo)
+        self._chunk_tokens = max(16, min(4096, CHUNK_BYTES // token_bytes))
+        # Rows of an item: enough for a square-ish tile in prefill, one tile's scores bounded.
+        self._rows = max(1, min(256, SCORE_ELEMENTS // (heads * group * self._chunk_tokens)))
+        self._span_tokens = max(
+            self._chunk_tokens,
+            SCORE_ELEMENTS // (heads * group * min(self._rows, max(1, problem.max_qo_len))),
+        )
+        copy = problem.batch_invariant  # one base alignment for all, whoever owns the page
+        self._key = PoolReader(kv.key, heads, self._chunk_tokens, copy)
+        self._value = PoolReader(kv.value, heads, self._chunk_tokens, copy)
+        self.backend_plan = AttentionBackendPlan(
+            route=ROUTE,
+            backend="torch",
+            arch=device.arch,
+            workspace_bytes=self._key.workspace_bytes + self._value.workspace_bytes,
+            launches=(LaunchSpec("torch_online_softmax"),),
+            estimate_us=estimate_us(problem, device),
+        )
+
+    def rebind(self, bound: BoundTensors) -> None:
+        """Use other tensors of the same shapes, strides, dtypes and device."""
+        self._bound = bound
+        self._key.bind(bound.kv.key)
+        self._value.bind(bound.kv.value)
+
+    def reset(self) -> None:
+        """Nothing to clean: every run writes its buffers before it reads them."""
+
+    def run(self) -> None:
+        """Compute the bound call; reads lengths on the host (a sync on anything but a CPU)."""
+        bound = self._bound
+        if bound.q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "route='torch': reads sequence lengths on the host and cannot be captured in a "
+                "CUDA graph; use the triton route"
+            )
+        items, any_empty = self._items()
+        if any_empty:
+            bound.out.zero_()
+            if bound.lse is not None:
+                bound.lse.fill_(float("-inf"))
+        if not len(items):
+            return
+        p = self._problem
+        heads = bound.kv.num_kv_heads if self._shared else 1
+        if p.batch_invariant:  # shapes of every operation depend on the request alone
+            alone, groups = np.arange(len(items)), []
+        else:
+            alone, groups = split_items(
+                items,
+                GROUP_TOKENS,
+                GROUP_ELEMENTS,
+                heads * p.gqa_group_size,
+                heads * max(p.head_dim_qk, p.head_dim_vo),
+            )
+        call = Call(
+            p,
+            bound,
+            self._key,
+            self._value,
+            self._sight,
+            self._shared,
+            self._chunk_tokens,
+            self._span_tokens,
+        )
+        with torch.no_grad():
+            for index in alone.tolist():
+                run_alone(call, items, index)
+            for tokens, index in groups:
+                run_group(call, items.take(index), tokens)
+
+    def _items(self) -> tuple[Items, bool]:
+        """Work items of this run, and whether any output row must be written as empty."""
+        bound = self._bound
+        kv, batch = bound.kv, bound.kv.batch
+        heads = 1 if self._shared else kv.num_kv_heads
+        if kv.kv_lens is None:
+            lens = np.full(batch * heads, kv.capacity, dtype=np.int64)
+        else:
+            shown = kv.kv_lens[:, :heads].cpu().numpy().astype(np.int64)
+            lens = np.clip(shown, 0, kv.capacity).reshape(-1)
+        total = bound.q.shape[0]
+        if bound.qo_indptr is None:
+            each = total // batch if batch else 0
+            start = np.arange(batch, dtype=np.int64) * each
+            length = np.full(batch, each, dtype=np.int64)
+        else:
+            indptr = bound.qo_indptr.cpu().numpy().astype(np.int64)
+            start, length = indptr[:-1], np.diff(indptr)
+        covered = int(length.sum()) == total
+        if heads > 1:
+            start, length = np.repeat(start, heads), np.repeat(length, heads)
+        items, any_empty = build_items(lens, start, length, self._rows, self._sight)
+        return items, any_empty or not covered
+
+
+_RULES = (
+    CapabilityRule(
+        "mask",
+        lambda p, d: (
+            None
+            if p.mask is None
+            else f"mask={p.mask!r}: the torch route takes no attn_mask; use route 'torch_sdpa'"
+        ),
+    ),
+    CapabilityRule(
+        "differentiable",
+        lambda p, d: (
+            "differentiable=True: the torch route writes into buffers; use route 'torch_sdpa'"
+            if p.differentiable
+            else None
+        ),
+    ),
+)
+
+
+def estimate_us(problem: AttentionProblem, device: DeviceFacts) -> float:
+    """Roofline guess in microseconds: bytes or FLOPs, plus the host's work per item."""
+    p = problem
+    tokens = p.kv_capacity
+    if p.window_left is not None:
+        tokens = min(tokens, p.window_left + p.max_qo_len)
+    passes = max(1, -(-p.max_qo_len // 64))
+    moved = p.batch * tokens * p.kv_token_bytes * passes
+    flops = 2.0 * p.total_qo_len * tokens * p.num_qo_heads * (p.head_dim_qk + p.head_dim_vo)
+    if device.type == "cuda":  # host reads of lengths and small launches dominate there
+        return 1000.0 + 300.0 * p.batch * passes + moved / CUDA_BYTES_PER_US
+    per_thread = max(1, device.num_sms)
+    return (
+        50.0
+        + 20.0 * p.batch * passes
+        + moved / (CPU_BYTES_PER_US * per_thread)
+        + flops / (CPU_FLOPS_PER_US * per_thread)
+    )
+
+
+def build(
+    problem: AttentionProblem,
+    tile_plan: AttentionTilePlan,
+    device: DeviceFacts,
+    bound: BoundTensors,
+) -> TorchLaunch:
+    """A launch over `bound`; `ValueError` for a schedule that was not lowered to page lists."""
+    if tile_plan.kind == "fixed_subset":
+        raise ValueError(
+            "tile_plan.kind='fixed_subset': must be lowered to page lists first; "
+            "use AttentionTilePlan.page_lists"
+        )
+    return TorchLaunch(problem, device, bound)
+
+
+def register(registry: Registry) -> None:
+    """Add the route to `registry`."""
+    registry.register_attention(
+        AttentionRecord(
+            route=ROUTE,
+            backend="torch",
+            package="stream-attention-core",
+            rules=_RULES,
+            estimate_us=estimate_us,
+            build=build,
+        )
+    )
