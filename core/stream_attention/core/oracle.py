@@ -8,6 +8,7 @@ with the roundings that a kernel of a given dtype makes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def blocks(call: OracleCall) -> Iterator[Block]:
     """One `Block` a (request, KV head); K and V are gathered token by token in list order."""
     heads, group = call.num_kv_heads, call.group
     lens = token_counts(call.cache)
-    for request, (start, stop) in enumerate(zip(call.indptr, call.indptr[1:], strict=False)):
+    for request, (start, stop) in enumerate(itertools.pairwise(call.indptr)):
         for head in range(heads):
             if start == stop:
                 continue
@@ -175,10 +176,10 @@ def masked_scores(
     if block.mask is not None:
         mask = block.mask[chunk]
         if mask.dtype != torch.bool:
-            bias = mask.to(dtype).reshape(-1, kv_len)
+            bias = mask.to(dtype).reshape(mask.shape[0] * group, kv_len)
             mask = mask > -math.inf
         visible = visible & mask
-    visible = visible.reshape(-1, kv_len)
+    visible = visible.reshape(visible.shape[0] * group, kv_len)
     live = visible.any(-1).nonzero().flatten()
     visible = visible[live]
     if not live.numel():
