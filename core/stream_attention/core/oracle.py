@@ -186,10 +186,7 @@ def masked_scores(
         return live, torch.zeros(0, kv_len, dtype=dtype, device=block.q.device), visible
     rows = block.q[chunk].to(dtype).reshape(-1, dim)[live]
     scores = torch.cat(
-        [
-            rows @ (part.to(dtype) * block.key_scale).T
-            for part in block.key.split(_TOKENS_AT_ONCE)
-        ],
+        [rows @ (part.to(dtype) * block.key_scale).T for part in block.key.split(_TOKENS_AT_ONCE)],
         dim=1,
     )
     scores = scores * call.sm_scale

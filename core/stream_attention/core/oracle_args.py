@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -234,7 +235,7 @@ def _check_query(faults: Faults, q: Any, cache: Any, indptr: Any) -> bool:
 
 def _check_contents(faults: Faults, cache: Any, indptr: list[int], total: int) -> None:
     """Values: offsets rise from 0 to total, lengths fit, used page ids exist."""
-    rises = all(a <= b for a, b in zip(indptr, indptr[1:], strict=False))
+    rises = all(a <= b for a, b in itertools.pairwise(indptr))
     faults.require(
         rises and indptr[0] == 0 and indptr[-1] == total,
         "qo_indptr",
@@ -275,7 +276,7 @@ def _expand_mask(
     if mask is None:
         return None
     batch, heads, capacity = extent
-    counts = {b - a for a, b in zip(indptr, indptr[1:], strict=False)} or {0}
+    counts = {b - a for a, b in itertools.pairwise(indptr)} or {0}
     if not faults.require(
         len(counts) == 1, "attn_mask", sorted(counts), "needs requests of equal qo_len", "None"
     ):

@@ -1,0 +1,1 @@
+"""What tests and benches share: one tolerance, one hostile list, problems as data, route checks."""

@@ -1,0 +1,123 @@
+"""`check_route`: one route against the oracle on one case, the same for every route and device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stream_attention.core.describe import describe
+from stream_attention.core.device import device_facts
+from stream_attention.core.launch import BoundTensors
+from stream_attention.core.registry import AttentionRecord
+from stream_attention.core.testing.golden import golden
+from stream_attention.core.testing.problems import BuiltCase, Case, build
+from stream_attention.core.tile_plan import AttentionTilePlan
+
+Runner = Callable[[BuiltCase], tuple[torch.Tensor, torch.Tensor]]
+"""From a built case to `(out, lse)`: out of q's shape with head_dim_vo, lse fp32 without it."""
+
+
+def bind(built: BuiltCase) -> Any:
+    """The `Described` of a built case, with `out` and `lse` full of NaN."""
+    described = describe(built.q, built.cache, built.qo_indptr, **built.options, return_lse=True)
+    described.bound.out.fill_(math.nan)
+    described.bound.lse.fill_(math.nan)
+    return described
+
+
+def launch(record: AttentionRecord, built: BuiltCase) -> tuple[Any, Any]:
+    """`(launch, described)` of a record on a built case; `AssertionError` when it is not legal."""
+    described = bind(built)
+    device = device_facts(built.q.device)
+    reasons = record.reasons(described.problem, device)
+    if reasons:
+        raise AssertionError(f"{record.route} refuses {built.case!r}: {'; '.join(reasons)}")
+    assert record.build is not None
+    plan = AttentionTilePlan.for_problem(described.problem)
+    return record.build(described.problem, plan, device, described.bound), described
+
+
+def runner_of(route: AttentionRecord | Runner) -> Runner:
+    """A record as a runner: describe, build, run once into NaN-filled outputs."""
+    if not isinstance(route, AttentionRecord):
+        return route
+
+    def run(built: BuiltCase) -> tuple[torch.Tensor, torch.Tensor]:
+        built_launch, described = launch(route, built)
+        built_launch.run()
+        return described.result(), described.result_lse()
+
+    return run
+
+
+def check_built(route: AttentionRecord | Runner, built: BuiltCase) -> None:
+    """Raise `AssertionError`, naming the case, unless the route gives the oracle's answer.
+
+    The inputs must be as they were afterwards, bit for bit.
+    """
+    before = _bits(built)
+    out, lse = runner_of(route)(built)
+    want = golden(built.q, built.cache, built.qo_indptr, **built.options)
+    want.check(out, lse, label=f"{built.case!r}: ")
+    if tuple(out.shape) != tuple(want.out.shape):
+        raise AssertionError(
+            f"{built.case!r}: out.shape {tuple(out.shape)}, want {tuple(want.out.shape)}"
+        )
+    for (name, old), (_, new) in zip(before, _bits(built), strict=True):
+        if not torch.equal(old, new):
+            raise AssertionError(f"{built.case!r}: the route changed {name}")
+
+
+def check_route(
+    route: AttentionRecord | Runner, case: Case, device: Any = "cpu", seed: int = 0
+) -> None:
+    """Build `case` on `device` (poison in every unused slot) and `check_built` the route on it.
+
+    `route`: a registry record, or a callable from `BuiltCase` to `(out, lse)`.
+    """
+    check_built(route, build(case, seed, device))
+
+
+def find_record(route: str, register: Callable[[Any], None] | None = None) -> AttentionRecord:
+    """The record named `route`, from a module's `register` or else from the default registry."""
+    from stream_attention.core.registry import Registry, default_registry
+
+    if register is None:
+        records = default_registry().attention_records()
+    else:
+        private = Registry(_discovered=True)
+        register(private)
+        records = private.attention_records()
+    found = [record for record in records if record.route == route]
+    assert found, f"no route {route!r} among {[record.route for record in records]}"
+    return found[0]
+
+
+def _bits(built: BuiltCase) -> list[tuple[str, torch.Tensor]]:
+    """Copies of every input as raw bytes, so that NaN compares equal to itself."""
+    cache = built.cache
+    tensors = {"q": built.q, "key": cache.key, "value": cache.value}
+    tensors["page_table"] = getattr(cache, "page_table", None)
+    tensors["sequence_lengths"] = cache.sequence_lengths
+    tensors["qo_indptr"] = built.qo_indptr
+    tensors["attn_sink"] = built.options["attn_sink"]
+    return [
+        (name, tensor.detach().contiguous().flatten().view(torch.uint8).clone())
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
+
+
+__all__ = [
+    "BoundTensors",
+    "Runner",
+    "bind",
+    "check_built",
+    "check_route",
+    "find_record",
+    "launch",
+    "runner_of",
+]
