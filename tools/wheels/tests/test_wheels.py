@@ -141,7 +141,8 @@ def test_only_native_wheels_are_bound_to_a_platform(package: str, tmp_path: Path
     wheel = WHEELS[package]
     libraries = [name for name in wheel.content if name.endswith(".so")]
     if package not in NATIVE:
-        assert wheel.path.name.endswith("-py3-none-any.whl") and not libraries
+        assert wheel.path.name.endswith("-py3-none-any.whl")
+        assert not libraries
         assert wheel.header("WHEEL")["Root-Is-Purelib"] == "true"
         return
     assert len(libraries) == 1
