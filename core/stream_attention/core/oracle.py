@@ -1,9 +1,9 @@
 """The one fp64 oracle: every option of the contract, token by token, for tests and benches.
 
-It is written to be obviously right, not fast: the tokens of a request are listed one by one from its
-page list, a boolean matrix says which query sees which token, and the sums are plain fp64 sums. It
-shares no code with any route. `blocks` is also read by `testing.golden`, which repeats the same sums
-with the roundings that a kernel of a given dtype makes.
+It is written to be obviously right, not fast: the tokens of a request are listed one by one from
+its page list, a boolean matrix says which query sees which token, and the sums are plain fp64
+sums. It shares no code with any route. `blocks` is also read by `testing.golden`, which repeats
+the same sums with the roundings that a kernel of a given dtype makes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def attention(
     causal: query i of a request sits at position `p = kv_len - qo_len + i` and sees tokens up to p.
         Without causal it sees tokens up to `p + window_right`, or all.
     window_left: tokens from `p - window_left` on. Inclusive; `None` = off.
-    attn_sink: `[num_qo_heads]` logits; `exp(sink)` joins the denominator of a row that sees a token.
+    attn_sink: `[num_qo_heads]` logits; `exp(sink)` joins the denominator of a row that sees any
+        token.
     attn_mask: broadcastable to `[batch, num_qo_heads, qo_len, capacity]`, bool (True = seen) or
         additive (after the cap; `-inf` = not seen), for requests of equal `qo_len`.
 

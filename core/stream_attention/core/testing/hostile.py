@@ -1,8 +1,8 @@
-"""The one hostile list: every input that broke an attention kernel somewhere, as data for all tests.
+"""The one hostile list: inputs that break attention kernels, as data for all tests.
 
 Every attention test draws from `HOSTILE`. `features(case)` names what a case exercises, and
 `REQUIRED_FEATURES` is what the list as a whole must; a test compares the two. Unused slots and ids
-are poison in every case (`testing.problems.build`), so "NaN in unused slots" needs no case of its own.
+are poison in every case (`testing.problems.build`), so NaN in them needs no case of its own.
 """
 
 from __future__ import annotations

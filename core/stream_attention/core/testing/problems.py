@@ -1,4 +1,4 @@
-"""Problems as data: a `Case` describes one, `build` makes its tensors with poison in every unused slot."""
+"""Problems as data: `build` makes the tensors of a `Case`, with poison in every unused slot."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ class Case:
         `"interleaved"` (K and V in one buffer). q_form: `"dense"`, `"strided"` (every second head
         block of a wider buffer), `"transposed"` (heads outermost in memory).
     call: `"ragged"` (`qo_indptr`), `"batch"` (`[batch, Hq, D]`) or `"block"` (`[batch, M, Hq, D]`).
-    ids: what page-table entries beyond the used ones hold. sink: `None`, `"random"`, or for all
-        heads a number or the string of one (`"-inf"`, so that `repr` evaluates back). spread: factor on q, which sharpens the softmax.
+    ids: what page-table entries beyond the used ones hold.
+    sink: `None`, `"random"`, or for all heads a number or the string of one (`"-inf"`, so that
+        `repr` evaluates back).
+    spread: factor on q, which sharpens the softmax.
     """
 
     name: str = ""
@@ -209,7 +211,7 @@ def _storage(
 
 
 def _fill(case: Case, rng: torch.Generator, pool: torch.Tensor, where: tuple, count: int) -> None:
-    """Write `count` random tokens at `pool[where]`: `[count, head_dim]` or `[count, Hkv, head_dim]`."""
+    """Write `count` random tokens, of one head or of all heads, at `pool[where]`."""
     heads = () if len(where) == 3 else (case.num_kv_heads,)
     values = torch.randn(count, *heads, pool.shape[-1], generator=rng).to(pool.dtype)
     raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool
@@ -353,7 +355,7 @@ def random_case(rng: random.Random) -> Case:
 
 
 def cases() -> Any:
-    """A hypothesis strategy of small cases that shrinks towards the first option of every choice."""
+    """A hypothesis strategy of small cases; it shrinks towards the first option of every choice."""
     from hypothesis import strategies as st
 
     @st.composite

@@ -1,11 +1,11 @@
 """The one tolerance: `err <= K_REFERENCE · err(same-dtype reference) + rounding`, on max and RMS.
 
-The same-dtype reference (`testing.golden`) does the oracle's sums with the roundings that any kernel
-of that dtype makes: fp32 scores, weights rounded to the dtype, fp32 sums, one rounding of the output.
-A correct kernel makes the same roundings in another order, so its error is of the same size. Where a
-result has few elements the reference can be right by luck; `noise` is the expected size of those
-roundings, computed beside the oracle, and stands in for it. Bits that are not finite must agree in
-place and sign.
+The same-dtype reference (`testing.golden`) does the oracle's sums with the roundings that any
+kernel of that dtype makes: fp32 scores, weights rounded to the dtype, fp32 sums, one rounding of
+the output. A correct kernel makes the same roundings in another order, so its error is of the same
+size. Where a result has few elements the reference can be right by luck; `noise` is the expected
+size of those roundings, computed beside the oracle, and stands in for it. Bits that are not finite
+must agree in place and sign.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dataclasses import dataclass
 
 import torch
 
-# Two evaluations of the same sums in different orders (splits, tiles, lanes) have independent errors
-# of one size: the larger of two maxima over many elements is rarely over 1.5 × the other, and online
-# rescaling adds a rounding a tile. 3 leaves room for both and is far below what a wrong mask, a lost
-# token or a second rounding of the output in a narrower dtype makes.
+# Two evaluations of the same sums in different orders (splits, tiles, lanes) have independent
+# errors of one size: the larger of two maxima over many elements is rarely over 1.5 × the other,
+# and online rescaling adds a rounding a tile. 3 leaves room for both and is far below what a wrong
+# mask, a lost token or a second rounding of the output in a narrower dtype makes.
 K_REFERENCE = 3.0
 # `noise` is the length of a random walk of full unit roundoffs, of which a real rounding is 0.6 or
 # less: 4 of it are 7 standard deviations, which covers the largest of the 10^6 elements of a case,
 # and every sum of up to 16 tokens even where all roundings conspire.
 K_NOISE_MAX = 4.0
-# The RMS averages the walk, so it needs no tail: only unlucky small results lie over 1, and a result
-# of one element lies under 3 of its standard deviations.
+# The RMS averages the walk, so it needs no tail: only unlucky small results lie over 1, and a
+# result of one element lies under 3 of its standard deviations.
 K_NOISE_RMS = 3.0
-# One rounding to the output dtype is at most half a unit in the last place. A merge of splits stored
-# in fp32 does not add any.
+# One rounding to the output dtype is at most half a unit in the last place. A merge of splits
+# stored in fp32 does not add any.
 K_OUTPUT = 1.0
 
 UNIT_ROUNDOFF = {
@@ -90,9 +90,9 @@ def compare(
 ) -> Comparison:
     """Errors of the finite elements against `K_REFERENCE · err(reference) + rounding`.
 
-    actual: the result, any dtype. oracle: fp64 of the same shape. dtype: output dtype whose rounding
-    is allowed. reference: the same-dtype reference's result; `None` when none exists (then the
-    rounding alone is the bound). noise: fp64, the standard size of the inner roundings.
+    actual: the result, any dtype. oracle: fp64 of the same shape. dtype: output dtype whose
+    rounding is allowed. reference: the same-dtype reference's result; `None` when none exists
+    (then the rounding alone is the bound). noise: fp64, the standard size of the inner roundings.
 
     The maximum is taken in every row (last axis) against that row's bound, so that the large values
     of a short request do not hide errors in a long one; the RMS is taken over everything.
@@ -130,8 +130,8 @@ def assert_close(
     """Raise `AssertionError` unless `actual` is the oracle's value up to the one tolerance.
 
     Shape must agree, NaN and infinities must be at the same places (with sign), elements of rows
-    that the oracle gives as exact zeros (`noise` 0 there) must be exact zeros, and max and RMS error
-    must be within `compare`'s bounds. `dtype` defaults to `actual.dtype`.
+    that the oracle gives as exact zeros (`noise` 0 there) must be exact zeros, and max and RMS
+    error must be within `compare`'s bounds. `dtype` defaults to `actual.dtype`.
     """
     dtype = actual.dtype if dtype is None else dtype
     if actual.shape != oracle.shape:
