@@ -39,11 +39,12 @@ torch.testing.assert_close(out.double().view(3, 8, 64), want.double().view(3, 8,
 assert out[0].abs().max() == 0 and lse.view(3, 8)[0].isneginf().all(), "an empty row is 0 and -inf"
 assert info.guarantee == "exact", info
 
-states = [torch.randn(10, 8, 64) for _ in range(2)], [torch.randn(10, 8) for _ in range(2)]
-merged, merged_lse = sa.merge_states(states[0][0], states[1][0], states[0][1], states[1][1])
-torch.testing.assert_close(merged_lse, torch.logaddexp(*states[1]))
-weights = [(lse - merged_lse).exp().unsqueeze(-1) for lse in states[1]]
-torch.testing.assert_close(merged, weights[0] * states[0][0] + weights[1] * states[0][1])
+out_a, out_b = torch.randn(2, 10, 8, 64).unbind()
+lse_a, lse_b = torch.randn(2, 10, 8).unbind()
+merged, merged_lse = sa.merge_states(out_a, lse_a, out_b, lse_b)
+torch.testing.assert_close(merged_lse, torch.logaddexp(lse_a, lse_b))
+weight_a, weight_b = ((lse - merged_lse).exp().unsqueeze(-1) for lse in (lse_a, lse_b))
+torch.testing.assert_close(merged, weight_a * out_a + weight_b * out_b)
 print("ran", info.route)
 """
 

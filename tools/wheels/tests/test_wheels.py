@@ -22,6 +22,8 @@ WHEELHOUSE = Path("tools/wheels/wheelhouse")
 NATIVE = {"kernels_sm80", "kernels_sm90", "kernels_sm100"}
 PURE = {"core", "planner", "policies", "flows", "bench"}
 FACADE = {"stream_attention/__init__.py", "stream_attention/reference.py"}
+# Imported only where a user has them: property tests of core's test kit, peers of a benchmark.
+OPTIONAL_IMPORTS: dict[str, set[str]] = {"core": {"hypothesis"}, "bench": {"flashinfer"}}
 # Import names that differ from their distribution's.
 DISTRIBUTION_OF = {"absl": "absl-py"}
 
@@ -179,7 +181,3 @@ def test_requirements_cover_what_the_modules_import(package: str) -> None:
     required = {requirement.name for requirement in WHEELS[package].requirements}
     optional = OPTIONAL_IMPORTS.get(package, set())
     assert imported(WHEELS[package]) - optional <= required
-
-
-# Imported only where a user has installed them, e.g. peers of a benchmark.
-OPTIONAL_IMPORTS: dict[str, set[str]] = {"bench": {"flashinfer"}}
