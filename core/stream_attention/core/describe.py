@@ -80,6 +80,7 @@ def describe(
     lse: torch.Tensor | None = None,
     batch_invariant: bool = False,
     max_qo_len: int | None = None,
+    allocate: bool = True,
 ) -> Described:
     """Check a serving call and describe it, without a sync.
 
@@ -93,6 +94,8 @@ def describe(
         `return_lse` and `None`. Neither may overlap another tensor of the call.
     max_qo_len: most queries of one request beside `qo_indptr`; `None` = `total_q`, which is always
         safe.
+    allocate: `False` leaves outputs that were not given on the meta device, for a route that
+        makes its own.
 
     Phase: with the same number m of queries in every request, m = 1 is `decode`, m in 2 … 16 is
     `verify`, a larger m is `prefill` where the cache holds no more than the queries and `append`
@@ -129,14 +132,15 @@ def describe(
     assert packed is not None and cache is not None
     view = cache.view()
     total, heads = problem.total_qo_len, problem.num_qo_heads
+    place = q.device if allocate else torch.device("meta")
     if out is None:
         out = torch.empty(
             (total, heads, problem.head_dim_vo),
             dtype=torch_dtype(problem.out_dtype),
-            device=q.device,
+            device=place,
         )
     if lse is None and return_lse:
-        lse = torch.empty((total, heads), dtype=torch.float32, device=q.device)
+        lse = torch.empty((total, heads), dtype=torch.float32, device=place)
     bound = BoundTensors(
         q=packed,
         kv=view,

@@ -1,0 +1,228 @@
+"""The one-shot functions of the public API: `decode`, `attention`, `prefill`, `train`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stream_attention.core.cache import KVCache
+from stream_attention.planner.differentiable import run_prefill, run_train
+from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity
+from stream_attention.planner.serve import serve
+
+
+def decode(
+    q: torch.Tensor,
+    cache: KVCache | torch.Tensor,
+    v_cache: torch.Tensor | None = None,
+    *,
+    mode: str = DEFAULT_MODE,
+    policy_name: str | None = None,
+    model_id: str | None = None,
+    layer_id: int | None = None,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    logits_soft_cap: float | None = None,
+    attn_sink: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    return_info: bool = True,
+    validate: bool = True,
+) -> Any:
+    """Exact attention of each request's newest queries over its cache: `(out[, lse][, info])`.
+
+    q: `[batch, 1, num_qo_heads, head_dim]` or `[batch, num_qo_heads, head_dim]`; with more queries
+        a request, `[batch, qo_len, num_qo_heads, head_dim]`: the last one sits at the last token.
+    cache: `PagedKVCache`, `ContiguousKVCache`, or keys `[batch, capacity, num_kv_heads, head_dim]`
+        beside `v_cache`.
+    out: written in place and returned when given; else fresh in q's dtype, shaped like q with the
+        value's head_dim. lse: fp32 natural log, `q.shape[:-1]`; -inf (and out 0) where a query sees
+        no token.
+    validate: check lengths, page ids and scales, with one sync (skipped while a graph is captured).
+
+    `ValueError` names every fault of the arguments, `UnsupportedProblem` every candidate's reasons.
+    """
+    result = serve(
+        q,
+        cache,
+        None,
+        v_cache=v_cache,
+        mode=mode,
+        identity=PolicyIdentity(policy_name, model_id, layer_id),
+        validate=validate,
+        sm_scale=sm_scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        logits_soft_cap=logits_soft_cap,
+        attn_sink=attn_sink,
+        return_lse=return_lse,
+        out=out,
+        lse=lse,
+        batch_invariant=batch_invariant,
+    )
+    return _shown(result, return_info)
+
+
+def attention(
+    q: torch.Tensor,
+    cache: KVCache | torch.Tensor,
+    qo_indptr: torch.Tensor | None = None,
+    *,
+    v_cache: torch.Tensor | None = None,
+    max_qo_len: int | None = None,
+    mode: str = DEFAULT_MODE,
+    policy_name: str | None = None,
+    model_id: str | None = None,
+    layer_id: int | None = None,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    logits_soft_cap: float | None = None,
+    attn_sink: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    return_info: bool = False,
+    validate: bool = True,
+) -> Any:
+    """Exact attention over any mix of prefill, append, verify and decode: `out[, lse][, info]`.
+
+    q: packed `[total_q, num_qo_heads, head_dim]` beside `qo_indptr` `[batch + 1]` int32 (request b
+        owns rows `qo_indptr[b] … qo_indptr[b + 1] - 1`), or a form that `decode` takes.
+    max_qo_len: most queries of one request; found by validation, else `total_q` is assumed.
+    The rest is as in `decode`.
+    """
+    result = serve(
+        q,
+        cache,
+        qo_indptr,
+        v_cache=v_cache,
+        max_qo_len=max_qo_len,
+        mode=mode,
+        identity=PolicyIdentity(policy_name, model_id, layer_id),
+        validate=validate,
+        sm_scale=sm_scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        logits_soft_cap=logits_soft_cap,
+        attn_sink=attn_sink,
+        return_lse=return_lse,
+        out=out,
+        lse=lse,
+        batch_invariant=batch_invariant,
+    )
+    return _shown(result, return_info)
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    mode: str = DEFAULT_MODE,
+    policy_name: str | None = None,
+    model_id: str | None = None,
+    layer_id: int | None = None,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    logits_soft_cap: float | None = None,
+    attn_sink: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    return_info: bool = False,
+) -> Any:
+    """Exact attention of whole sequences, without gradients: `out[, lse][, info]`.
+
+    q: `[batch, qo_len, num_qo_heads, head_dim]`; k, v: `[batch, kv_len, num_kv_heads, head_dim]`,
+        any group size, value head_dim free. Causal is aligned bottom-right.
+    attn_mask: bool (True = seen) or additive float, broadcastable to
+        `[batch, num_qo_heads, qo_len, kv_len]`, on top of the other masks.
+    """
+    result = run_prefill(
+        q,
+        k,
+        v,
+        attn_mask=attn_mask,
+        mode=mode,
+        identity=PolicyIdentity(policy_name, model_id, layer_id),
+        sm_scale=sm_scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        logits_soft_cap=logits_soft_cap,
+        attn_sink=attn_sink,
+        return_lse=return_lse,
+        out=out,
+        batch_invariant=batch_invariant,
+    )
+    return _shown(result, return_info)
+
+
+def train(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    mode: str = DEFAULT_MODE,
+    policy_name: str | None = None,
+    model_id: str | None = None,
+    layer_id: int | None = None,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    logits_soft_cap: float | None = None,
+    attn_sink: torch.Tensor | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    return_info: bool = False,
+) -> Any:
+    """Differentiable exact attention: `out[, lse][, info]`, with gradients for q, k, v and sink.
+
+    Shapes and `attn_mask` are as in `prefill`. dropout_p: probability in `[0, 1)` that a weight is
+    dropped, the others scaled by `1 / (1 - dropout_p)`. generator: source of its randomness.
+    """
+    result = run_train(
+        q,
+        k,
+        v,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        generator=generator,
+        mode=mode,
+        identity=PolicyIdentity(policy_name, model_id, layer_id),
+        sm_scale=sm_scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        logits_soft_cap=logits_soft_cap,
+        attn_sink=attn_sink,
+        return_lse=return_lse,
+        batch_invariant=batch_invariant,
+    )
+    return _shown(result, return_info)
+
+
+def _shown(result: tuple[torch.Tensor, torch.Tensor | None, Any], return_info: bool) -> Any:
+    """What the caller asked to see of `(out, lse, info)`."""
+    out, lse, info = result
+    shown = (out,) if lse is None else (out, lse)
+    if return_info:
+        return (*shown, info)
+    return out if lse is None else shown

@@ -1,0 +1,238 @@
+"""Whole-sequence calls: `prefill` by any legal route, `train` by the differentiable ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from stream_attention.core.backend_plan import AttentionBackendPlan, Rejection
+from stream_attention.core.describe import Described, describe
+from stream_attention.core.device import device_facts
+from stream_attention.core.errors import Faults, UnsupportedProblem, shape_of
+from stream_attention.core.problem import AttentionProblem
+from stream_attention.core.registry import Registry, default_registry
+from stream_attention.planner.dispatch import (
+    Candidate,
+    Ranking,
+    info_of,
+    rank,
+    slower,
+    unsupported,
+    why_chosen,
+)
+from stream_attention.planner.modes import PolicyIdentity, decide
+from stream_attention.planner.serve import Served, serve
+
+_OWN_RESULT = "out is given, and this route returns a tensor of its own; use out=None"
+
+
+def run_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor | None,
+    mode: str,
+    identity: PolicyIdentity,
+    registry: Registry | None = None,
+    **options: Any,
+) -> Served:
+    """`(out, lse or None, info)` by the best legal route, whether it writes or returns its result.
+
+    A route that returns a tensor of its own is rejected where `out` is given: filling it would be a
+    copy that nobody asked for.
+    """
+    registry = default_registry() if registry is None else registry
+    decision = decide(mode, identity)
+    _check_sequences(q, k, v)
+    described = describe(q, k, v_cache=v, allocate=False, **options)
+    problem = dataclasses.replace(
+        described.problem, phase="prefill", mask=_mask_kind(attn_mask, described)
+    )
+    device = device_facts(q.device)
+    # Launches are bound to q, K and V alone: a mask can only go to a route that is applied.
+    forms = ("build", "apply") if problem.mask is None else ("apply",)
+    ranking = rank(problem, device, registry, forms=forms)
+    for place, candidate in enumerate(ranking.candidates):
+        try:
+            if candidate.record.build is not None and problem.mask is None:
+                return serve(
+                    q,
+                    k,
+                    v_cache=v,
+                    mode=mode,
+                    identity=identity,
+                    validate=False,  # no lengths, no pages: metadata says it all
+                    registry=registry,
+                    phase="prefill",
+                    ranking=ranking,
+                    pick=place,
+                    **options,
+                )
+            if options.get("out") is not None:
+                raise UnsupportedProblem(_OWN_RESULT)
+            with torch.no_grad():
+                return _apply(
+                    problem, (q, k, v), ranking, candidate, decision.reason, attn_mask, options
+                )
+        except UnsupportedProblem as error:
+            ranking = _refuse(ranking, candidate, error)
+    raise unsupported(problem, device, list(ranking.rejections))
+
+
+def run_train(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    generator: torch.Generator | None,
+    mode: str,
+    identity: PolicyIdentity,
+    registry: Registry | None = None,
+    **options: Any,
+) -> Served:
+    """`(out, lse or None, info)` by the best differentiable route."""
+    registry = default_registry() if registry is None else registry
+    decision = decide(mode, identity)
+    _check_sequences(q, k, v)
+    _check_generator(generator, q)
+    with torch.no_grad():  # gradients are what this call is for
+        described = describe(q, k, v_cache=v, allocate=False, **options)
+    problem = dataclasses.replace(
+        described.problem,
+        phase="train",
+        differentiable=True,
+        dropout_p=dropout_p,
+        mask=_mask_kind(attn_mask, described),
+    )
+    device = device_facts(q.device)
+    ranking = rank(problem, device, registry, forms=("apply",))
+    for candidate in ranking.candidates:
+        try:
+            return _apply(
+                problem,
+                (q, k, v),
+                ranking,
+                candidate,
+                decision.reason,
+                attn_mask,
+                options,
+                generator,
+            )
+        except UnsupportedProblem as error:
+            ranking = _refuse(ranking, candidate, error)
+    raise unsupported(problem, device, list(ranking.rejections))
+
+
+def _apply(
+    problem: AttentionProblem,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ranking: Ranking,
+    chosen: Candidate,
+    mode_reason: str,
+    attn_mask: torch.Tensor | None,
+    options: dict[str, Any],
+    generator: torch.Generator | None = None,
+) -> Served:
+    record = chosen.record
+    assert record.apply is not None
+    out, lse = record.apply(
+        problem,
+        *qkv,
+        attn_sink=options.get("attn_sink"),
+        attn_mask=attn_mask,
+        generator=generator,
+    )
+    place = ranking.candidates.index(chosen)  # those before it refused when they were tried
+    why = why_chosen(chosen, len(ranking.candidates), place)
+    plan = AttentionBackendPlan(
+        route=record.route,
+        backend=record.backend,
+        arch=device_facts(qkv[0].device).arch,
+        estimate_us=chosen.estimate_us,
+        reason=f"{mode_reason}; {why}",
+        rejections=(*ranking.rejections, *slower(ranking.candidates[place + 1 :], chosen)),
+    )
+    return out, (lse if problem.return_lse else None), info_of(plan, "exact")
+
+
+def _refuse(ranking: Ranking, candidate: Candidate, error: UnsupportedProblem) -> Ranking:
+    """`ranking` with `candidate`'s late refusal on record."""
+    late = Rejection(candidate.record.route, (str(error) or "refused to build",))
+    return dataclasses.replace(ranking, rejections=(*ranking.rejections, late))
+
+
+def _check_sequences(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    faults = Faults()
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if faults.require(
+            isinstance(tensor, torch.Tensor), name, type(tensor).__name__, "must be a torch.Tensor"
+        ):
+            faults.require(
+                tensor.dim() == 4,
+                f"{name}.shape",
+                shape_of(tensor),
+                "must be [batch, seq, heads, head_dim]",
+                f"{name}.unsqueeze(0)" if tensor.dim() == 3 else "rank 4",
+            )
+    faults.raise_if_any("attention")
+
+
+def _mask_kind(mask: Any, described: Described) -> str | None:
+    """`"bool"`, `"additive"` or `None`; `ValueError` with every fault of the mask."""
+    if mask is None:
+        return None
+    faults = Faults()
+    problem, q = described.problem, described.bound.q
+    full = (problem.batch, problem.num_qo_heads, problem.max_qo_len, problem.kv_capacity)
+    if not faults.require(
+        isinstance(mask, torch.Tensor), "attn_mask", type(mask).__name__, "must be a torch.Tensor"
+    ):
+        faults.raise_if_any("attention")
+    faults.require(
+        mask.dtype in (torch.bool, torch.float32, q.dtype),
+        "attn_mask.dtype",
+        mask.dtype,
+        "must be torch.bool (True = seen), torch.float32 or q's dtype (added to the scores)",
+        "torch.bool",
+    )
+    faults.require(
+        mask.device == q.device,
+        "attn_mask.device",
+        str(mask.device),
+        "must be q's device",
+        str(q.device),
+    )
+    padded = (1,) * (4 - mask.dim()) + shape_of(mask)
+    faults.require(
+        mask.dim() <= 4 and all(m in (1, n) for m, n in zip(padded, full, strict=False)),
+        "attn_mask.shape",
+        shape_of(mask),
+        "must broadcast to [batch, num_qo_heads, qo_len, kv_len]",
+        full,
+    )
+    faults.raise_if_any("attention")
+    return "bool" if mask.dtype == torch.bool else "additive"
+
+
+def _check_generator(generator: Any, q: torch.Tensor) -> None:
+    faults = Faults()
+    if generator is not None and faults.require(
+        isinstance(generator, torch.Generator),
+        "generator",
+        type(generator).__name__,
+        "must be None or a torch.Generator on q's device",
+        f"torch.Generator({str(q.device)!r})",
+    ):
+        faults.require(
+            generator.device.type == q.device.type,
+            "generator.device",
+            str(generator.device),
+            "must be q's device",
+            str(q.device),
+        )
+    faults.raise_if_any("attention")

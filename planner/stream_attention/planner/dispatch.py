@@ -1,0 +1,223 @@
+"""Which route serves a problem: legality from the records, order from their cost models."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from stream_attention.core.backend_plan import AttentionBackendPlan, Rejection
+from stream_attention.core.device import DeviceFacts
+from stream_attention.core.errors import UnsupportedProblem
+from stream_attention.core.info import AttentionInfo
+from stream_attention.core.launch import BoundTensors, Launch
+from stream_attention.core.problem import AttentionProblem
+from stream_attention.core.registry import AttentionRecord, Registry
+from stream_attention.core.tile_plan import AttentionTilePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A record that may serve the problem, with its estimate."""
+
+    record: AttentionRecord
+    estimate_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Legal candidates, best first, and every other record with all its reasons."""
+
+    candidates: tuple[Candidate, ...]
+    rejections: tuple[Rejection, ...]
+
+
+def rank(
+    problem: AttentionProblem,
+    device: DeviceFacts,
+    registry: Registry,
+    *,
+    forms: tuple[str, ...] = ("build",),
+) -> Ranking:
+    """Order the records that can serve `problem` in one of `forms` (`"build"`, `"apply"`).
+
+    Order: estimate, then native before portable, then order of registration; so the same registry
+    gives the same choice. Missing kernel packages are among the rejections.
+    """
+    legal: list[tuple[float, bool, int, Candidate]] = []
+    rejections = list(registry.missing())
+    for index, record in enumerate(registry.attention_records()):
+        reasons = record.reasons(problem, device)
+        if all(getattr(record, form) is None for form in forms):
+            reasons = (_form_reason(record, forms), *reasons)
+        if device.type == "meta":
+            reasons = ("device='meta': tensors there hold no data; use a real device", *reasons)
+        if reasons:
+            rejections.append(Rejection(record.route, reasons))
+            continue
+        estimate = float(record.estimate_us(problem, device))
+        order = estimate if math.isfinite(estimate) else math.inf
+        legal.append((order, not record.native, index, Candidate(record, estimate)))
+    legal.sort(key=lambda entry: entry[:3])
+    return Ranking(tuple(entry[3] for entry in legal), tuple(rejections))
+
+
+def _form_reason(record: AttentionRecord, forms: tuple[str, ...]) -> str:
+    if "build" in forms:
+        return "writes no plan: it is differentiable only; use stream_attention.train or prefill"
+    return "has no differentiable form; use stream_attention.attention"
+
+
+class Rankings:
+    """A bounded, thread-safe memory of `rank`: problem, device and registry state to ranking."""
+
+    def __init__(self, capacity: int = 256) -> None:
+        self._capacity = capacity
+        self._known: OrderedDict[tuple, Ranking] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def rank(
+        self,
+        problem: AttentionProblem,
+        device: DeviceFacts,
+        registry: Registry,
+        forms: tuple[str, ...] = ("build",),
+    ) -> Ranking:
+        registry.attention_records()  # discovery first: it moves the version
+        key = (problem, device, registry.version, forms)
+        with self._lock:
+            found = self._known.get(key)
+            if found is not None:
+                self._known.move_to_end(key)
+                return found
+        found = rank(problem, device, registry, forms=forms)
+        with self._lock:
+            self._known[key] = found
+            while len(self._known) > self._capacity:
+                self._known.popitem(last=False)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Built:
+    """A launch that is ready to run, with the plan and the info that describe it."""
+
+    launch: Launch
+    backend_plan: AttentionBackendPlan
+    info: AttentionInfo
+
+
+class NothingToRun:
+    """The launch of a call without query rows: legal, and there is nothing to write."""
+
+    __slots__ = ("backend_plan",)
+
+    def __init__(self, backend_plan: AttentionBackendPlan) -> None:
+        self.backend_plan = backend_plan
+
+    def run(self) -> None:
+        """Does nothing."""
+
+    def rebind(self, bound: BoundTensors) -> None:
+        """Does nothing."""
+
+    def reset(self) -> None:
+        """Does nothing."""
+
+
+def build(
+    problem: AttentionProblem,
+    tile_plan: AttentionTilePlan,
+    device: DeviceFacts,
+    bound: BoundTensors,
+    ranking: Ranking,
+    mode_reason: str,
+    pick: int | None = None,
+) -> Built:
+    """Build the best candidate; one that refuses with `UnsupportedProblem` becomes a rejection.
+
+    pick: try this candidate alone. Raises `UnsupportedProblem` with every candidate and every
+    reason when none is left.
+    """
+    refused = list(ranking.rejections)
+    for place, candidate in enumerate(ranking.candidates):
+        if pick not in (None, place):
+            continue
+        record = candidate.record
+        try:
+            if problem.total_qo_len == 0:
+                launch: Launch = NothingToRun(
+                    AttentionBackendPlan(
+                        route=record.route, backend=record.backend, arch=device.arch
+                    )
+                )
+            else:
+                assert record.build is not None
+                launch = record.build(problem, tile_plan, device, bound)
+        except UnsupportedProblem as error:
+            refused.append(Rejection(record.route, (str(error) or "refused to build",)))
+            continue
+        rejections = (*refused, *slower(ranking.candidates[place + 1 :], candidate))
+        late = len(refused) - len(ranking.rejections)
+        reason = f"{mode_reason}; {why_chosen(candidate, len(ranking.candidates), late)}"
+        plan = dataclasses.replace(
+            launch.backend_plan,
+            reason=reason,
+            rejections=rejections,
+            estimate_us=candidate.estimate_us,
+        )
+        return Built(launch, plan, info_of(plan, tile_plan.guarantee))
+    raise unsupported(problem, device, refused)
+
+
+def slower(rest: tuple[Candidate, ...], chosen: Candidate) -> tuple[Rejection, ...]:
+    """Legal candidates that lost, with the comparison that they lost by."""
+    return tuple(
+        Rejection(
+            other.record.route,
+            (
+                f"legal, but estimated at {other.estimate_us:.1f} us against "
+                f"{chosen.estimate_us:.1f} us of {chosen.record.route}",
+            ),
+        )
+        for other in rest
+    )
+
+
+def why_chosen(chosen: Candidate, count: int, refused: int) -> str:
+    """The reason in words: how many routes were legal and by what the choice was made."""
+    text = f"{chosen.record.route} is the only legal route"
+    if count > 1:
+        text = (
+            f"{chosen.record.route} has the lowest estimate ({chosen.estimate_us:.1f} us) "
+            f"of {count} legal routes"
+        )
+    if refused:
+        text += f" once {refused} refused to build"
+    return f"{text} (by cost model: no measured evidence is installed)"
+
+
+def info_of(plan: AttentionBackendPlan, guarantee: str) -> AttentionInfo:
+    """What a run of `plan` reports."""
+    return AttentionInfo(
+        backend_used=plan.backend,
+        route=plan.route,
+        guarantee=guarantee,
+        reason=plan.reason,
+        fallback_reasons=tuple(str(rejection) for rejection in plan.rejections),
+        arch=plan.arch,
+        splits=plan.splits,
+        workspace_bytes=plan.workspace_bytes,
+    )
+
+
+def unsupported(
+    problem: AttentionProblem, device: DeviceFacts, rejections: list[Rejection]
+) -> UnsupportedProblem:
+    """The error that lists every candidate with every reason."""
+    lines = [f"no route serves this problem on {device.arch}: {problem!r}"]
+    for rejection in rejections:
+        lines.extend(f"{rejection.route}: {reason}" for reason in rejection.reasons)
+    return UnsupportedProblem("\n  ".join(lines))

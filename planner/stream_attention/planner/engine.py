@@ -1,0 +1,132 @@
+"""`StreamAttnEngine`: describes a call, validates it, chooses a route and binds a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from stream_attention.core.cache import KVCache
+from stream_attention.core.describe import Described, describe, phase_of
+from stream_attention.core.device import device_facts
+from stream_attention.core.errors import Faults
+from stream_attention.core.registry import Registry, default_registry
+from stream_attention.core.tile_plan import AttentionTilePlan
+from stream_attention.core.validate import validate as validate_contents
+from stream_attention.planner.dispatch import Rankings, build
+from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity, decide
+from stream_attention.planner.plan import AttentionPlan
+
+
+class StreamAttnEngine:
+    """Plans attention calls for one policy identity.
+
+    policy_name, model_id, layer_id: whose calibrated policy may apply; without a full match every
+        call is exact. phase_db: must be `None` until the evidence database ships.
+    registry: the records to choose from; the process-wide registry when `None`.
+
+    An engine holds no tensors and may be shared between threads.
+    """
+
+    def __init__(
+        self,
+        policy_name: str | None = None,
+        model_id: str | None = None,
+        layer_id: int | None = None,
+        phase_db: Any = None,
+        registry: Registry | None = None,
+    ) -> None:
+        if phase_db is not None:
+            faults = Faults()
+            faults.add(
+                "phase_db",
+                phase_db,
+                "no evidence database is part of this version; routes are ranked by cost model",
+                "None",
+            )
+            faults.raise_if_any("StreamAttnEngine")
+        self.identity = PolicyIdentity(policy_name, model_id, layer_id)
+        self.registry = default_registry() if registry is None else registry
+        self._rankings = Rankings()
+
+    def plan(
+        self,
+        q: torch.Tensor,
+        cache: KVCache | torch.Tensor,
+        v_cache: torch.Tensor | None = None,
+        *,
+        mode: str = DEFAULT_MODE,
+        validate: bool = True,
+        **options: Any,
+    ) -> AttentionPlan:
+        """A plan for requests with equally many queries.
+
+        q: `[batch, 1, num_qo_heads, head_dim]`, `[batch, num_qo_heads, head_dim]` or
+            `[batch, qo_len, num_qo_heads, head_dim]`.
+        cache: `PagedKVCache`, `ContiguousKVCache`, or keys `[batch, capacity, num_kv_heads,
+            head_dim]` beside `v_cache`.
+        mode: `exact_native`, `seed_only_native`, `verified_auto` (or `dense`, `auto`).
+        validate: check lengths, page ids and scales now, with one sync; never inside `run`.
+        options: the keywords of `stream_attention.core.describe.describe`.
+
+        Raises `ValueError` with every fault, `UnsupportedProblem` with every candidate's reasons.
+        """
+        return self.plan_attention(
+            q, cache, None, v_cache=v_cache, mode=mode, validate=validate, **options
+        )
+
+    def plan_attention(
+        self,
+        q: torch.Tensor,
+        cache: KVCache | torch.Tensor,
+        qo_indptr: torch.Tensor | None = None,
+        *,
+        v_cache: torch.Tensor | None = None,
+        mode: str = DEFAULT_MODE,
+        validate: bool = True,
+        **options: Any,
+    ) -> AttentionPlan:
+        """A plan for any mix of prefill, append, verify and decode requests.
+
+        q: packed `[total_q, num_qo_heads, head_dim]` beside `qo_indptr` `[batch + 1]` int32, or a
+            form that `plan` takes. Without `max_qo_len`, a plan that validates is made for the
+            longest request that it finds. The rest is as in `plan`.
+        """
+        decision = decide(mode, self.identity)
+        # Outputs and scratch made under inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            described = describe(q, cache, qo_indptr, v_cache=v_cache, **options)
+            if validate:
+                described = checked(described, options.get("max_qo_len"))
+            problem = described.problem
+            tile_plan = AttentionTilePlan.for_problem(problem)
+            device = device_facts(q.device)
+            ranking = self._rankings.rank(problem, device, self.registry)
+            built = build(problem, tile_plan, device, described.bound, ranking, decision.reason)
+        bound_cache = described.cache
+        given = {
+            "q": q,
+            "key": bound_cache.key,
+            "value": bound_cache.value,
+            "page_table": getattr(bound_cache, "page_table", None),
+            "sequence_lengths": bound_cache.sequence_lengths,
+            "key_scale": bound_cache.key_scale,
+            "value_scale": bound_cache.value_scale,
+            "qo_indptr": qo_indptr,
+            "attn_sink": options.get("attn_sink"),
+            "out": options.get("out"),
+            "lse": options.get("lse"),
+        }
+        return AttentionPlan(described, tile_plan, built, given)
+
+
+def checked(described: Described, max_qo_len: int | None) -> Described:
+    """Validate the contents; where no `max_qo_len` was given, plan for the longest request seen."""
+    longest = validate_contents(described)
+    problem = described.problem
+    if max_qo_len is not None or longest == problem.max_qo_len:
+        return described
+    phase = phase_of(problem.total_qo_len, problem.batch, longest, problem.kv_capacity)
+    problem = dataclasses.replace(problem, max_qo_len=longest, phase=phase)
+    return dataclasses.replace(described, problem=problem)

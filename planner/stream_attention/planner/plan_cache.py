@@ -1,0 +1,152 @@
+"""A bounded store of idle launches, so that one-shot calls need not be planned anew each time."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stream_attention.core.describe import Described
+from stream_attention.core.launch import BoundTensors
+from stream_attention.planner.dispatch import Built
+
+MAX_PLANS = 32
+MAX_SCRATCH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedPlan:
+    """A launch with what a call reports about it.
+
+    stand_in: meta tensors of the call's geometry. Between calls the launch is bound to them, so it
+    keeps none of the caller's memory alive.
+    """
+
+    built: Built
+    stand_in: BoundTensors
+
+    @classmethod
+    def of(cls, built: Built, bound: BoundTensors) -> CachedPlan:
+        return cls(built, stand_in(bound))
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self.built.backend_plan.workspace_bytes
+
+
+class PlanCache:
+    """Idle launches by key, least recently used first to go; thread-safe.
+
+    A launch is taken out while it is used and given back after, so no two calls ever share its
+    scratch: a second thread with the same key builds a second launch. Bounded by `max_plans` and by
+    the scratch they own, `max_scratch_bytes`.
+    """
+
+    def __init__(
+        self, max_plans: int = MAX_PLANS, max_scratch_bytes: int = MAX_SCRATCH_BYTES
+    ) -> None:
+        self.max_plans = max_plans
+        self.max_scratch_bytes = max_scratch_bytes
+        self._idle: OrderedDict[Hashable, list[CachedPlan]] = OrderedDict()
+        self._count = 0
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Scratch of all idle launches."""
+        return self._bytes
+
+    def take(self, key: Hashable) -> CachedPlan | None:
+        """An idle launch for `key`, now the caller's alone, or `None`."""
+        with self._lock:
+            idle = self._idle.get(key)
+            if idle is None:
+                return None
+            plan = idle.pop()
+            if not idle:
+                del self._idle[key]
+            self._count -= 1
+            self._bytes -= plan.scratch_bytes
+            return plan
+
+    def give(self, key: Hashable, plan: CachedPlan) -> None:
+        """Keep `plan` for later calls; the oldest go where the bounds ask for it."""
+        dropped = []  # destroyed outside of the lock: freeing scratch may take a while
+        with self._lock:
+            self._idle.setdefault(key, []).append(plan)
+            self._idle.move_to_end(key)
+            self._count += 1
+            self._bytes += plan.scratch_bytes
+            while self._count > self.max_plans or (
+                self._bytes > self.max_scratch_bytes and self._count
+            ):
+                oldest = next(iter(self._idle))
+                idle = self._idle[oldest]
+                gone = idle.pop(0)
+                if not idle:
+                    del self._idle[oldest]
+                self._count -= 1
+                self._bytes -= gone.scratch_bytes
+                dropped.append(gone)
+
+    def clear(self) -> None:
+        """Drop every idle launch."""
+        with self._lock:
+            self._idle, dropped = OrderedDict(), self._idle
+            self._count = self._bytes = 0
+        del dropped
+
+
+def plan_key(described: Described, stream: int, *state: Hashable) -> Hashable:
+    """Everything a launch depends on apart from addresses and contents.
+
+    `state` is what else decided: registry and its version, mode and identity.
+    """
+    bound, kv = described.bound, described.bound.kv
+    tensors = (
+        bound.q,
+        kv.key,
+        kv.value,
+        kv.page_table,
+        kv.kv_lens,
+        kv.key_scale,
+        kv.value_scale,
+        bound.qo_indptr,
+        bound.out,
+        bound.lse,
+        bound.attn_sink,
+    )
+    return (described.problem, bound.q.device, stream, *state, *map(_geometry, tensors))
+
+
+def stand_in(bound: BoundTensors) -> BoundTensors:
+    """`bound` with every tensor replaced by one on the meta device of the same geometry."""
+    return _on_meta(dataclasses.replace(bound, kv=_on_meta(bound.kv)))
+
+
+def _on_meta(node: Any) -> Any:
+    changes = {}
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        if isinstance(value, torch.Tensor):
+            changes[field.name] = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
+    return dataclasses.replace(node, **changes)
+
+
+def _geometry(tensor: torch.Tensor | None) -> Hashable:
+    """Shape, strides, dtype and alignment (up to 128 bytes: the widest unit a kernel may ask)."""
+    if tensor is None:
+        return None
+    address = tensor.data_ptr() & 127
+    return tensor.shape, tensor.stride(), tensor.dtype, address & -address
