@@ -1,0 +1,1 @@
+"""Benchmarks: one timing helper, cases as data, contenders by registration, one report."""

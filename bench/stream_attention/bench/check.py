@@ -1,0 +1,141 @@
+"""The oracle check of a run: sampled requests against fp64, every row for being written at all.
+
+Requests are checked whole (all their rows and heads) by the project's one tolerance. The longest is
+always among them, then the shortest; how many more is bounded by the oracle's work, so that a cell
+of 2 GiB is checked in seconds and bounded memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stream_attention.bench.pools import Pool
+from stream_attention.core.cache import PagedKVCache
+from stream_attention.core.testing.golden import Golden, golden
+from stream_attention.core.testing.tolerance import compare
+
+# Tokens times query heads that the oracle works through for one pool: about two seconds of fp64 on
+# two CPU cores.
+ORACLE_BUDGET = {"cpu": 1 << 19, "cuda": 1 << 23}
+MAX_REQUESTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The verdict on one contender: errors and bounds over the checked rows, worst pool.
+
+    ok: within the tolerance and every row written. rows_checked of rows: against the oracle.
+    message: what is wrong, "" when nothing is.
+    """
+
+    ok: bool
+    max_error: float
+    max_bound: float
+    rms_error: float
+    rms_bound: float
+    rows_checked: int
+    rows: int
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """The right answer for some requests of a pool."""
+
+    pool: Pool
+    requests: tuple[int, ...]
+    golden: Golden
+
+    def verdict(self, out: torch.Tensor) -> Check:
+        """Judge `out` `[batch * q_len, num_qo_heads, head_dim]`. Syncs."""
+        case = self.pool.case
+        shape = tuple(self.pool.q.shape)
+        if tuple(out.shape) != shape or out.dtype != self.pool.q.dtype:
+            return self._failed(
+                f"output is {tuple(out.shape)} {out.dtype}, want {shape} {self.pool.q.dtype}"
+            )
+        finite = out.isfinite().flatten(1).all(1)
+        if not bool(finite.all()):
+            first = int((~finite).nonzero()[0])
+            return self._failed(
+                f"{int((~finite).sum())} of {case.num_rows} rows hold NaN, Inf or poison that was "
+                f"not overwritten, first row {first}"
+            )
+        rows = _rows(self.requests, case.q_len)
+        got = out[rows.to(out.device)]
+        want = self.golden
+        shape = tuple(got.shape)
+        result = compare(
+            got,
+            want.out.reshape(shape),
+            want.dtype,
+            reference=want.reference_out.reshape(shape),
+            noise=want.out_noise.reshape(shape),
+        )
+        return Check(
+            ok=result.ok,
+            max_error=result.max_error,
+            max_bound=result.max_bound,
+            rms_error=result.rms_error,
+            rms_bound=result.rms_bound,
+            rows_checked=len(rows),
+            rows=case.num_rows,
+            message="" if result.ok else str(result),
+        )
+
+    def _failed(self, message: str) -> Check:
+        nan = float("nan")
+        rows = self.pool.case.num_rows
+        return Check(False, nan, nan, nan, nan, 0, rows, message)
+
+
+def worst(checks: Sequence[Check]) -> Check:
+    """The first that is not ok, else the one nearest to its bound."""
+    bad = [check for check in checks if not check.ok]
+    if bad:
+        return bad[0]
+    return max(checks, key=lambda check: check.max_error / check.max_bound)
+
+
+def expect(pool: Pool) -> Expected:
+    """Run the oracle on sampled requests of `pool`."""
+    case, cache = pool.case, pool.cache
+    budget = ORACLE_BUDGET.get(pool.q.device.type, ORACLE_BUDGET["cpu"])
+    requests = sample_requests(case.kv_lens, case.num_qo_heads * case.q_len, budget)
+    chosen = torch.tensor(requests, device=pool.q.device)
+    part = PagedKVCache(
+        key=cache.key,
+        value=cache.value,
+        page_table=cache.page_table[chosen],
+        sequence_lengths=cache.sequence_lengths[chosen],
+        layout=cache.layout,
+    )
+    q = pool.q.view(case.batch, case.q_len, case.num_qo_heads, case.head_dim)[chosen]
+    return Expected(pool, requests, golden(q, part))
+
+
+def sample_requests(kv_lens: Sequence[int], width: int, budget: int) -> tuple[int, ...]:
+    """Requests to check, ascending: longest, shortest, then evenly spread by length.
+
+    `width` is query heads times queries. Stops at `MAX_REQUESTS` or when Σ kv_len · width passes
+    `budget`; the first request is always taken.
+    """
+    order = sorted(range(len(kv_lens)), key=lambda request: (kv_lens[request], request))
+    count = min(MAX_REQUESTS, len(order))
+    spread = [order[round(i * (len(order) - 1) / max(count - 1, 1))] for i in range(count)]
+    candidates = list(dict.fromkeys([spread[-1], spread[0], *spread[1:-1]]))
+    chosen, spent = [], 0
+    for request in candidates:
+        cost = kv_lens[request] * width
+        if chosen and spent + cost > budget:
+            continue
+        chosen.append(request)
+        spent += cost
+    return tuple(sorted(chosen))
+
+
+def _rows(requests: Sequence[int], q_len: int) -> torch.Tensor:
+    return torch.tensor([request * q_len + i for request in requests for i in range(q_len)])

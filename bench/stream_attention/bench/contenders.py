@@ -1,0 +1,168 @@
+"""Who is timed: contenders by registration, so that routes and peers arrive without harness edits.
+
+Routes of `stream_attention` come from its registry, one contender each (`route_contenders`). Peers
+are functions with the decorator `peer`, in any module of `stream_attention.bench.peers` or in a
+module named by `--contender_modules`; importing the module registers them:
+
+    @peer("my_kernel", supports=lambda case, device: () if case.page_size == 16 else ("page 16",))
+    def build(case, pools, device):
+        return [Work(run=..., out=...) for pool in pools]
+
+A build returns one `Work` a pool, with plans made and outputs allocated: `run` only does the work.
+It says that it cannot serve a case by `supports`, or by raising `NotImplementedError`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.pools import Pool
+
+KINDS = ("route", "peer")
+
+# NaN where our own routes must not look (contract, section 2, line 6). Peers made no such promise:
+# their unused slots hold a finite value, large enough that reading one shows.
+ROUTE_POISON = float("nan")
+PEER_POISON = 1000.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """One bound problem: `run()` writes `out` `[batch * q_len, num_qo_heads, head_dim]`.
+
+    output: where `run()` returns the result in a fresh tensor, `out` is `None` and `output()` gives
+    the latest one. note: what the contender chose, such as a number of splits.
+    """
+
+    run: Callable[[], Any]
+    out: torch.Tensor | None = None
+    output: Callable[[], torch.Tensor] | None = None
+    note: str = ""
+
+    def result(self) -> torch.Tensor:
+        """The output of the last run."""
+        if self.out is not None:
+            return self.out
+        assert self.output is not None
+        return self.output()
+
+    def poison(self) -> None:
+        """Fill the output with NaN, so that an element that is not written shows."""
+        if self.out is not None:
+            self.out.fill_(float("nan"))
+
+
+Build = Callable[[DecodeCase, Sequence[Pool], torch.device], Sequence[Work]]
+Supports = Callable[[DecodeCase, torch.device], Iterable[str]]
+
+
+def _always(case: DecodeCase, device: torch.device) -> tuple[str, ...]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A named way to compute a case. `supports` gives the reasons why it cannot, or none."""
+
+    name: str
+    kind: str
+    build: Build
+    supports: Supports = _always
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r}: must be 'route' or 'peer'; use 'peer'")
+
+    @property
+    def unused_fill(self) -> float:
+        """What slots without a token hold while this contender runs."""
+        return ROUTE_POISON if self.kind == "route" else PEER_POISON
+
+
+@dataclass(slots=True)
+class PeerRegistry:
+    """Peers by name, and modules that could not bring theirs with the reason."""
+
+    peers: dict[str, Contender] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def add(self, contender: Contender) -> None:
+        """Register; a name that is taken raises `ValueError`."""
+        if contender.name in self.peers:
+            raise ValueError(
+                f"name={contender.name!r}: a contender of that name is registered; rename it"
+            )
+        self.peers[contender.name] = contender
+
+    def load(self, module: str) -> None:
+        """Import a module that registers contenders; a failure becomes a reason, not an error."""
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # one broken module must not take the run with it
+            self.missing[module.rpartition(".")[2]] = f"{type(error).__name__}: {error}"
+
+
+_DEFAULT = PeerRegistry()
+
+
+def default_peers() -> PeerRegistry:
+    """The registry that `peer` adds to."""
+    return _DEFAULT
+
+
+def peer(
+    name: str,
+    *,
+    supports: Supports = _always,
+    kind: str = "peer",
+    registry: PeerRegistry | None = None,
+) -> Callable[[Build], Build]:
+    """Decorator: register a build function as the contender `name`.
+
+    kind: `"route"` for one that obeys the contract on unused slots and counts as ours.
+    """
+
+    def register(build: Build) -> Build:
+        (registry or _DEFAULT).add(Contender(name, kind, build, supports))
+        return build
+
+    return register
+
+
+def load_peers(modules: Iterable[str] = ()) -> PeerRegistry:
+    """Every peer of `stream_attention.bench.peers` and of `modules`."""
+    from stream_attention.bench import peers
+
+    found = [f"{peers.__name__}.{entry.name}" for entry in pkgutil.iter_modules(peers.__path__)]
+    for module in (*sorted(found), *modules):
+        _DEFAULT.load(module)
+    return _DEFAULT
+
+
+def choose(
+    available: Mapping[str, Contender], wanted: Sequence[str] | None, parameter: str
+) -> tuple[Contender, ...]:
+    """The contenders named in `wanted` (`None` = all), in the order of registration.
+
+    An unknown name raises `ValueError` with the nearest known one.
+    """
+    import difflib
+
+    if wanted is None:
+        return tuple(available.values())
+    for name in wanted:
+        if name not in available:
+            known = list(available)
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise ValueError(
+                f"{parameter}={name!r}: must be 'all', 'none' or names out of "
+                f"{', '.join(known) or 'nothing'}; use {close[0] if close else 'none'}"
+            )
+    return tuple(contender for name, contender in available.items() if name in wanted)

@@ -1,0 +1,89 @@
+"""Flag parsers whose errors name the rule and the nearest legal value; absl adds flag and value."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from absl import flags
+
+from stream_attention.bench.lengths import Lengths, parse_lengths
+
+
+class CountParser(flags.ArgumentParser):
+    """An int >= `low`; `nearest` is what the error suggests for text that is no number."""
+
+    def __init__(self, low: int, nearest: int) -> None:
+        self.low = low
+        self.nearest = nearest
+
+    def parse(self, argument: str | int) -> int:
+        rule = f"must be an int >= {self.low}"
+        try:
+            value = int(argument)
+        except ValueError:
+            raise ValueError(f"{rule}; use {self.nearest}") from None
+        if value < self.low:
+            raise ValueError(f"{rule}; use {self.low}")
+        return value
+
+    def flag_type(self) -> str:
+        return "int"
+
+
+class ChoiceParser(flags.ArgumentParser):
+    """One of `choices`, case-sensitive; short names may map to long ones."""
+
+    def __init__(self, choices: Sequence[str], aliases: dict[str, str] | None = None) -> None:
+        self.choices = tuple(choices)
+        self.aliases = aliases or {}
+
+    def parse(self, argument: str) -> str:
+        value = self.aliases.get(argument, argument)
+        if value not in self.choices:
+            known = [*self.choices, *self.aliases]
+            folded = {name.lower(): name for name in known}
+            close = difflib.get_close_matches(argument.lower(), list(folded), n=1, cutoff=0.0)
+            raise ValueError(f"must be one of {', '.join(known)}; use {folded[close[0]]}")
+        return value
+
+    def flag_type(self) -> str:
+        return "choice"
+
+
+class LengthsParser(flags.ArgumentParser):
+    """KV lengths in the language of `stream_attention.bench.lengths`."""
+
+    def parse(self, argument: str | Lengths) -> Lengths:
+        return argument if isinstance(argument, Lengths) else parse_lengths(argument)
+
+    def flag_type(self) -> str:
+        return "lengths"
+
+
+class LengthsSerializer(flags.ArgumentSerializer):
+    """Prints lengths as they are written."""
+
+    def serialize(self, value: Lengths) -> str:
+        return str(value)
+
+
+def define_count(name: str, default: int | None, help_text: str, *, low: int, nearest: int) -> None:
+    """An int flag with a lower bound."""
+    flags.DEFINE(CountParser(low, nearest), name, default, help_text)
+
+
+def define_choice(
+    name: str,
+    default: str | None,
+    choices: Sequence[str],
+    help_text: str,
+    aliases: dict[str, str] | None = None,
+) -> None:
+    """A flag with a fixed set of values."""
+    flags.DEFINE(ChoiceParser(choices, aliases), name, default, help_text)
+
+
+def define_lengths(name: str, help_text: str) -> None:
+    """A flag for KV lengths."""
+    flags.DEFINE(LengthsParser(), name, None, help_text, serializer=LengthsSerializer())

@@ -1,0 +1,160 @@
+"""Facts of the machine that a measurement depends on: caches, memory, versions, commit, command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stream_attention.bench.formulas import MIB
+
+# KV pools of a cold rotation exceed the cache by this factor: by the time a pool comes round again,
+# nothing of it is left, also with a replacement policy that is not LRU.
+CUDA_ROTATION = 4.5
+CPU_ROTATION = 2.0
+_FALLBACK_CACHE_BYTES = 32 * MIB
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Bytes of the last-level cache: L2 on CUDA, L3 (as the kernel reports it) on a CPU."""
+    if device.type == "cuda":
+        found = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+        return found or _FALLBACK_CACHE_BYTES
+    sizes = [
+        _parse_size(path.read_text())
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    return max(sizes, default=_FALLBACK_CACHE_BYTES)
+
+
+def cold_rotation_bytes(device: torch.device) -> int:
+    """Least total of the KV pools that a cold measurement rotates over."""
+    factor = CUDA_ROTATION if device.type == "cuda" else CPU_ROTATION
+    return int(factor * cache_bytes(device)) + 1
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that can be allocated on `device` now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _parse_size(text: str) -> int:
+    text = text.strip()
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
+    return int(text.rstrip("KMG")) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where and how a run was made; part of every JSON file. `None` = could not be found out."""
+
+    device: str
+    device_type: str
+    arch: str
+    cache_bytes: int
+    threads: int
+    cpu: str
+    driver: str | None
+    cuda: str | None
+    python: str
+    torch: str
+    triton: str | None
+    flashinfer: str | None
+    commit: str | None
+    command: str
+
+    def lines(self) -> tuple[str, ...]:
+        """The header of a report, one fact group a line."""
+        where = f"device  {self.device} ({self.arch})"
+        if self.device_type == "cpu":
+            where = f"device  {self.device}, {self.threads} threads"
+        cache = "L2" if self.device_type == "cuda" else "L3"
+        versions = [f"python {self.python}", f"torch {self.torch}"]
+        for name in ("triton", "flashinfer", "cuda", "driver"):
+            value = getattr(self, name)
+            if value is not None:
+                versions.append(f"{name} {value}")
+        return (
+            f"{where}, {cache} {self.cache_bytes / MIB:.0f} MiB",
+            f"with    {', '.join(versions)}",
+            f"commit  {self.commit or 'unknown'}",
+            f"command {self.command}",
+        )
+
+
+def environment(device: torch.device) -> Environment:
+    """Read the facts; runs `git` and `nvidia-smi` where they exist."""
+    cuda = device.type == "cuda"
+    name, arch = _cpu_name(), "cpu"
+    if cuda:
+        properties = torch.cuda.get_device_properties(device)
+        name, arch = properties.name, f"sm_{properties.major}{properties.minor}"
+    return Environment(
+        device=name,
+        device_type=device.type,
+        arch=arch,
+        cache_bytes=cache_bytes(device),
+        threads=torch.get_num_threads(),
+        cpu=_cpu_name(),
+        driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if cuda
+        else None,
+        cuda=torch.version.cuda if cuda else None,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        triton=_version("triton"),
+        flashinfer=_version("flashinfer-python"),
+        commit=_commit(),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # no /proc here: the platform's own word is all there is
+    return platform.processor() or platform.machine()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str, cwd: str | None = None) -> str | None:
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[0].strip() if lines else ""
+
+
+def _commit() -> str | None:
+    """The source's commit, with `+changes` when tracked files differ from it."""
+    # Under `bazel run` the process starts in the runfiles; Bazel names the workspace it came from.
+    root = os.environ.get("BUILD_WORKSPACE_DIRECTORY") or str(Path(__file__).resolve().parent)
+    head = _output("git", "rev-parse", "HEAD", cwd=root)
+    if not head:
+        return None
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no", cwd=root)
+    return f"{head}+changes" if changed else head

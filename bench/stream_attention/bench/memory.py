@@ -1,0 +1,46 @@
+"""Peak extra memory of a piece of work: what it allocated beyond what was there before."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc(5): resets the peak resident set size
+
+
+def peak_extra(device: torch.device, work: Callable[[], Result]) -> tuple[Result, int | None]:
+    """Run `work` and give its result and the peak of extra bytes while it ran.
+
+    CUDA: torch's allocator, so what a library allocates by itself is not seen. CPU: the process's
+    resident set, so everything touched is seen; `None` where the system does not let it be reset.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = work()
+        torch.cuda.synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device) - before
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+        before = _status_bytes("VmRSS")
+    except OSError:
+        return work(), None
+    result = work()
+    return result, max(0, _status_bytes("VmHWM") - before)
+
+
+def _status_bytes(name: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{name} is not in {_STATUS}")

@@ -1,0 +1,245 @@
+"""Exact paged decode: every route of this project beside its peers, over the measured read floor.
+
+    ./bazelw run //bench:paged_decode                              a quick suite of this device
+    ./bazelw run //bench:paged_decode -- --suite=cpu_headline      the CPU comparison of the goals
+    ./bazelw run //bench:paged_decode -- --batch=8 --lengths=4096 --json=out.json
+    ./bazelw run //bench:paged_decode -- --batch=64 --lengths=lognormal:4608:1.0:0
+
+Every row is checked against the fp64 oracle in the same run, on outputs poisoned just before the
+timed work. Exit status: 0; 1 when one of our own routes failed or was wrong; 2 for bad flags.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from absl import app, flags
+
+from stream_attention.bench import contenders as contenders_lib
+from stream_attention.bench import flag_types, report
+from stream_attention.bench.cases import SUITES, DecodeCase, default_suite
+from stream_attention.bench.floor import measure_read_curve
+from stream_attention.bench.lengths import uniform
+from stream_attention.bench.machine import environment
+from stream_attention.bench.progress import reporter
+from stream_attention.bench.results import CaseResult, Run, write_json
+from stream_attention.bench.routes import missing_packages, route_contenders
+from stream_attention.bench.runner import Settings, run_case
+
+FLAGS = flags.FLAGS
+
+# Flags that describe one case; together with --suite they would contradict it.
+SHAPE_FLAGS = (
+    "batch",
+    "lengths",
+    "num_qo_heads",
+    "num_kv_heads",
+    "head_dim",
+    "page_size",
+    "layout",
+    "dtype",
+    "q_len",
+)
+_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def define_flags() -> None:
+    """Register this binary's flags; called once, when the module runs or is first used."""
+    count, choice = flag_types.define_count, flag_types.define_choice
+    count("batch", None, "Requests (default 8).", low=1, nearest=8)
+    flag_types.define_lengths(
+        "lengths",
+        "KV tokens a request: N, a comma list, lognormal:MEAN:SIGMA:SEED, skewed[:LONG:SHORT], "
+        "range:LO:HI:SEED (default 4096).",
+    )
+    count("num_qo_heads", None, "Query heads (default 32).", low=1, nearest=32)
+    count("num_kv_heads", None, "KV heads (default 8).", low=1, nearest=8)
+    count("head_dim", None, "Head dimension (default 128).", low=1, nearest=128)
+    count("page_size", None, "Tokens a page (default 16).", low=1, nearest=16)
+    choice("layout", None, ("NHD", "HND"), "Pool layout (default NHD).")
+    choice(
+        "dtype",
+        None,
+        ("bfloat16", "float16", "float32"),
+        "Of q, K, V and output (default bfloat16 on CUDA, float32 on a CPU).",
+        _DTYPE_ALIASES,
+    )
+    count(
+        "q_len",
+        None,
+        "Query tokens a request; more than 1 is verify (default 1).",
+        low=1,
+        nearest=1,
+    )
+    choice("device", "auto", ("auto", "cpu", "cuda"), "Where to run.")
+    choice("suite", None, tuple(SUITES), "A named list of cases, in place of the shape flags.")
+    flags.DEFINE_string("routes", "all", "Our routes: all, none, or names separated by commas.")
+    flags.DEFINE_string("peers", "all", "Peers: all, none, or names separated by commas.")
+    flags.DEFINE_list("contender_modules", [], "Modules to import that register more contenders.")
+    count("replays", 25, "Samples a contender.", low=1, nearest=25)
+    count("max_seconds", 2, "Limit on one contender's samples (CPU).", low=1, nearest=2)
+    count("threads", None, "CPU threads (default: torch's).", low=1, nearest=2)
+    count("seed", 0, "Seed of the random inputs.", low=0, nearest=0)
+    flags.DEFINE_bool("check", True, "Check every row against the fp64 oracle.")
+    flags.DEFINE_bool("eager", False, "CUDA: time eager launches in place of graph replay.")
+    flags.DEFINE_bool("warm", False, "One pool over and over, in place of a cold rotation.")
+    flags.DEFINE_string("json", None, "Write raw samples and environment to this file.")
+
+
+def chosen_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one. `ValueError` when CUDA is asked for and not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device=cuda: no CUDA device is available to torch here; use cpu")
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def chosen_cases(
+    values: dict[str, object], suite: str | None, device_type: str
+) -> tuple[DecodeCase, ...]:
+    """The suite's cases, or the one that the shape flags describe, or the device's default suite.
+
+    values: shape flags by name, `None` where not given. Raises `ValueError` with every fault.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    if suite is not None and given:
+        raise ValueError(
+            f"--suite={suite}: a suite fixes the shapes, so --{', --'.join(given)} cannot be given "
+            f"too; use one or the other"
+        )
+    if not given:
+        return SUITES[suite or default_suite(device_type)]
+    given.setdefault("lengths", uniform(4096))
+    lengths = given["lengths"]
+    given.setdefault("batch", len(lengths.numbers) if lengths.kind == "list" else 8)
+    given.setdefault("dtype", "bfloat16" if device_type == "cuda" else "float32")
+    return (DecodeCase(**given),)
+
+
+def chosen_contenders(
+    routes: str, peers: str, modules: Sequence[str]
+) -> tuple[tuple[contenders_lib.Contender, ...], dict[str, str]]:
+    """Contenders in the order they are run, ours first, and packages that brought none."""
+    registry = contenders_lib.load_peers(modules)
+    every = {c.name: c for c in (*route_contenders(), *registry.peers.values())}
+    picked = []
+    for kind, wanted in (("route", routes), ("peer", peers)):
+        available = {name: c for name, c in every.items() if c.kind == kind}
+        picked += contenders_lib.choose(available, _names(wanted), f"--{kind}s")
+    if not picked:
+        raise ValueError("--routes=none --peers=none: nothing to run; use --routes=all")
+    return tuple(picked), {**missing_packages(), **registry.missing}
+
+
+def _names(text: str) -> tuple[str, ...] | None:
+    """`all` → `None`, `none` → `()`, else the names."""
+    if text.strip() == "all":
+        return None
+    if text.strip() == "none":
+        return ()
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def output_path(text: str | None) -> Path | None:
+    """The JSON path; relative to where the user stands, also under `bazel run`."""
+    if text is None:
+        return None
+    path = Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."), text)
+    if not text or path.is_dir():
+        raise ValueError(f"--json={text!r}: must name a file; use paged_decode.json")
+    return path
+
+
+def run_all(
+    cases: Sequence[DecodeCase],
+    contenders: Sequence[contenders_lib.Contender],
+    missing: dict[str, str],
+    device: torch.device,
+    settings: Settings,
+    options: dict[str, object],
+    path: Path | None,
+) -> Run:
+    """Measure, print as results come in, and write the JSON file after every case."""
+    console = report.make_console()
+    facts = environment(device)
+    report.print_header(console, facts)
+    with reporter(len(cases)) as progress:
+        progress.start("read curve")
+        curve = measure_read_curve(
+            [case.moved_bytes for case in cases],
+            device,
+            on_size=lambda size: progress.step(f"{size >> 20} MiB"),
+        )
+    report.print_curve(console, curve)
+    results: list[CaseResult] = []
+    run = Run(facts, options, curve, (), missing)
+    for index, case in enumerate(cases):
+        with reporter(len(cases), index) as progress:
+            progress.start(case.name)
+            results.append(run_case(case, contenders, device, settings, curve, progress.step))
+        report.print_case(console, results[-1])
+        run = Run(facts, options, curve, tuple(results), missing)
+        if path is not None:
+            write_json(run, path)
+    if missing:
+        console.print()
+        report.print_missing(console, missing)
+    if path is not None:
+        console.print(f"\nraw samples: {path}", soft_wrap=True)
+    return run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, run, print; gives the exit status."""
+    try:
+        if len(argv) > 1:
+            raise ValueError(
+                f"argument {argv[1]!r}: only flags are taken, as --name=value; use --help"
+            )
+        if FLAGS.threads is not None:
+            torch.set_num_threads(FLAGS.threads)
+        device = chosen_device(FLAGS.device)
+        shape = {name: getattr(FLAGS, name) for name in SHAPE_FLAGS}
+        cases = chosen_cases(shape, FLAGS.suite, device.type)
+        path = output_path(FLAGS.json)
+        contenders, missing = chosen_contenders(FLAGS.routes, FLAGS.peers, FLAGS.contender_modules)
+    except ValueError as error:
+        print(f"paged_decode: {error}", file=sys.stderr)
+        return 2
+    settings = Settings(
+        replays=FLAGS.replays,
+        cold=not FLAGS.warm,
+        graph=not FLAGS.eager,
+        check=FLAGS.check,
+        seed=FLAGS.seed,
+        max_seconds=float(FLAGS.max_seconds),
+    )
+    options = {
+        "suite": FLAGS.suite,
+        "routes": FLAGS.routes,
+        "peers": FLAGS.peers,
+        "replays": FLAGS.replays,
+        "eager": FLAGS.eager,
+        "warm": FLAGS.warm,
+        "check": FLAGS.check,
+        "seed": FLAGS.seed,
+        "max_seconds": FLAGS.max_seconds,
+    }
+    run = run_all(cases, contenders, missing, device, settings, options, path)
+    return exit_status(run)
+
+
+def exit_status(run: Run) -> int:
+    """1 when one of our routes failed or was wrong: those are bugs. Peers do not count."""
+    rows = [row for case in run.cases for row in case.rows if row.kind == "route"]
+    return int(any(row.outcome in ("failed", "wrong") for row in rows))
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

@@ -1,0 +1,116 @@
+"""Our own contenders: every registered attention route, forced, and the engine's own choice.
+
+A route is built straight from its capability record on described tensors, which is what the engine
+does after choosing; `engine` goes through `StreamAttnEngine.plan` and times what a user gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.contenders import Contender, Work
+from stream_attention.bench.pools import Pool
+from stream_attention.core.backend_plan import AttentionBackendPlan
+from stream_attention.core.describe import describe, phase_of
+from stream_attention.core.device import device_facts
+from stream_attention.core.problem import AttentionProblem
+from stream_attention.core.registry import AttentionRecord, Registry, default_registry
+from stream_attention.core.tile_plan import AttentionTilePlan
+
+ENGINE = "engine"
+
+
+def problem_of(case: DecodeCase) -> AttentionProblem:
+    """The problem that `describe` finds for a pool of this case."""
+    capacity = case.max_pages * case.page_size
+    return AttentionProblem(
+        phase=phase_of(case.num_rows, case.batch, case.q_len, capacity),
+        batch=case.batch,
+        total_qo_len=case.num_rows,
+        max_qo_len=case.q_len,
+        kv_capacity=capacity,
+        num_qo_heads=case.num_qo_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim_qk=case.head_dim,
+        head_dim_vo=case.head_dim,
+        q_dtype=case.dtype,
+        kv_dtype=case.dtype,
+        out_dtype=case.dtype,
+        layout=case.layout,
+        page_size=case.page_size,
+        sm_scale=case.head_dim**-0.5,
+    )
+
+
+def query_of(pool: Pool) -> torch.Tensor:
+    """q as the public API takes it: `[batch, heads, dim]`, or `[batch, q_len, heads, dim]`."""
+    case = pool.case
+    if case.q_len == 1:
+        return pool.q
+    return pool.q.view(case.batch, case.q_len, case.num_qo_heads, case.head_dim)
+
+
+def route_contenders(registry: Registry | None = None) -> tuple[Contender, ...]:
+    """One contender a registered route, then `engine`."""
+    registry = default_registry() if registry is None else registry
+    routes = [_route(record) for record in registry.attention_records()]
+    return (*routes, Contender(ENGINE, "route", _build_engine, _engine_supports))
+
+
+def missing_packages(registry: Registry | None = None) -> dict[str, str]:
+    """Kernel packages that brought no route, with the reason."""
+    registry = default_registry() if registry is None else registry
+    return {gone.route: "; ".join(gone.reasons) for gone in registry.missing()}
+
+
+def _route(record: AttentionRecord) -> Contender:
+    def supports(case: DecodeCase, device: torch.device) -> tuple[str, ...]:
+        if record.build is None:
+            return ("the route is differentiable only; it plans no paged decode",)
+        return record.reasons(problem_of(case), device_facts(device))
+
+    def build(case: DecodeCase, pools: Sequence[Pool], device: torch.device) -> list[Work]:
+        assert record.build is not None
+        works = []
+        for pool in pools:
+            call = describe(query_of(pool), pool.cache)
+            assert call.problem == problem_of(case), (call.problem, problem_of(case))
+            launch = record.build(
+                call.problem,
+                AttentionTilePlan.for_problem(call.problem),
+                device_facts(device),
+                call.bound,
+            )
+            works.append(Work(launch.run, call.bound.out, note=_note(launch.backend_plan)))
+        return works
+
+    return Contender(record.route, "route", build, supports)
+
+
+def _note(plan: AttentionBackendPlan) -> str:
+    return f"{plan.splits} splits" if plan.splits > 1 else ""
+
+
+def _engine_supports(case: DecodeCase, device: torch.device) -> tuple[str, ...]:
+    try:
+        from stream_attention import StreamAttnEngine  # noqa: F401
+    except ImportError as error:
+        return (str(error),)
+    return ()
+
+
+def _build_engine(case: DecodeCase, pools: Sequence[Pool], device: torch.device) -> list[Work]:
+    """`engine.plan(...).run()`: the default route, with the engine's own host work around it."""
+    from stream_attention import StreamAttnEngine
+
+    engine = StreamAttnEngine()
+    works = []
+    for pool in pools:
+        out = torch.empty_like(query_of(pool))
+        plan = engine.plan(query_of(pool), pool.cache, mode="exact_native", out=out)
+        _, info = plan.run()
+        works.append(Work(plan.run, out.view_as(pool.q), note=info.route))
+    return works

@@ -1,0 +1,175 @@
+"""Runs contenders on a case: support, probe, check, timing, check again. Always one row each.
+
+A contender that raises, or that is wrong, loses its row and gives the reason; the run goes on.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.check import Check, Expected, expect, worst
+from stream_attention.bench.contenders import Contender
+from stream_attention.bench.floor import ReadCurve
+from stream_attention.bench.machine import cold_rotation_bytes
+from stream_attention.bench.memory import peak_extra
+from stream_attention.bench.pools import NotEnoughMemory, Pool, build_pools
+from stream_attention.bench.results import CaseResult, Row
+from stream_attention.bench.timing import measure
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a run measures. replays: samples a contender. cold: rotate pools beyond the cache.
+    graph: CUDA graph replay (else eager). check: oracle check. seed: of the first pool.
+    max_seconds: time limit of one contender's samples on a CPU.
+    """
+
+    replays: int = 25
+    cold: bool = True
+    graph: bool = True
+    check: bool = True
+    seed: int = 0
+    max_seconds: float = 2.0
+
+
+Progress = Callable[[str], None]
+
+
+def run_case(
+    case: DecodeCase,
+    contenders: Sequence[Contender],
+    device: torch.device,
+    settings: Settings,
+    curve: ReadCurve,
+    progress: Progress = lambda message: None,
+) -> CaseResult:
+    """Every contender on `case`. A case that does not fit the memory is skipped with the reason."""
+    facts = {
+        "case": case,
+        "kv_bytes": case.kv_bytes,
+        "moved_bytes": case.moved_bytes,
+        "flops": case.flops,
+        "floor_us": curve.floor_us(case.moved_bytes),
+    }
+    progress("inputs")
+    try:
+        pools = build_pools(case, device, seed=settings.seed, cold=settings.cold)
+    except (NotEnoughMemory, torch.OutOfMemoryError) as error:
+        return CaseResult(**facts, rotation_bytes=0, cold=False, skipped=str(error))
+    rotation = case.kv_bytes * len(pools)
+    expected: list[Expected] = []
+    if settings.check:
+        progress("oracle")
+        # The first pool and the last: a plan bound to the wrong pool would pass a check of one.
+        expected = [expect(pool) for pool in dict.fromkeys((pools[0], pools[-1]))]
+    rows = []
+    for contender in contenders:
+        progress(contender.name)
+        rows.append(_one(contender, case, pools, expected, device, settings))
+        gc.collect()
+    return CaseResult(
+        **facts,
+        rotation_bytes=rotation,
+        cold=settings.cold and rotation >= cold_rotation_bytes(device),
+        rows=tuple(rows),
+    )
+
+
+def _one(
+    contender: Contender,
+    case: DecodeCase,
+    pools: Sequence[Pool],
+    expected: Sequence[Expected],
+    device: torch.device,
+    settings: Settings,
+) -> Row:
+    name, kind = contender.name, contender.kind
+    try:
+        reasons = tuple(contender.supports(case, device))
+        if reasons:
+            return Row(name, kind, "unsupported", reasons)
+        for pool in pools:
+            pool.fill_unused(contender.unused_fill)
+        return _probe_and_time(contender, case, pools, expected, device, settings)
+    except NotImplementedError as error:
+        return Row(name, kind, "unsupported", (_one_line(error),))
+    except Exception as error:  # whatever a contender raises is its own outcome
+        reason = _one_line(error)
+        del error
+        gc.collect()
+        return Row(name, kind, "failed", (reason, *_lost_device(device)))
+
+
+def _probe_and_time(
+    contender: Contender,
+    case: DecodeCase,
+    pools: Sequence[Pool],
+    expected: Sequence[Expected],
+    device: torch.device,
+    settings: Settings,
+) -> Row:
+    name, kind = contender.name, contender.kind
+
+    def probe() -> torch.Tensor:
+        (work,) = contender.build(case, pools[:1], device)
+        work.poison()
+        work.run()
+        return work.result()
+
+    out, peak = peak_extra(device, probe)
+    extra = None if peak is None else max(0, peak - out.nbytes)
+    if expected:
+        verdict = expected[0].verdict(out)
+        if not verdict.ok:
+            return Row(name, kind, "wrong", (verdict.message,), check=verdict, extra_bytes=extra)
+    del out
+    works = list(contender.build(case, pools, device))
+    if len(works) != len(pools):
+        raise ValueError(f"build gave {len(works)} works for {len(pools)} pools")
+
+    def poison() -> None:
+        for work in works:
+            work.poison()
+
+    timing = measure(
+        [work.run for work in works],
+        device=device,
+        cold=settings.cold,
+        graph=settings.graph,
+        replays=settings.replays,
+        max_seconds=settings.max_seconds,
+        before_samples=poison,
+    )
+    check: Check | None = None
+    if expected:
+        # What is judged was written by the timed replays: poison() ran just before them.
+        ends = (works[0], works[-1])
+        check = worst([e.verdict(w.result()) for e, w in zip(expected, ends, strict=False)])
+        if not check.ok:
+            reasons = (f"after the timed runs: {check.message}",)
+            return Row(name, kind, "wrong", reasons, check=check, extra_bytes=extra)
+    return Row(name, kind, "ok", (), timing, check, extra, works[0].note)
+
+
+def _one_line(error: BaseException) -> str:
+    """`Type: first lines of the message`, short enough for a table."""
+    text = " ".join(str(error).split())
+    shown = text if len(text) <= 300 else text[:297] + "..."
+    return f"{type(error).__name__}: {shown}"
+
+
+def _lost_device(device: torch.device) -> tuple[str, ...]:
+    """A reason to add when the failure took the CUDA context with it, so later rows fail too."""
+    if device.type != "cuda":
+        return ()
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except Exception as error:
+        return (f"the CUDA context is lost, later rows fail too ({type(error).__name__})",)
+    return ()
