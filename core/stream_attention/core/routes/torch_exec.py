@@ -31,7 +31,7 @@ class Call:
     """What all items of a run share.
 
     shared: a unit is a request with all its KV heads; else a request and one KV head.
-    chunk_tokens: tokens of one gather; span_tokens: most tokens of one softmax step.
+    chunk_tokens: most tokens of one gather, one product and one softmax step.
     """
 
     problem: AttentionProblem
@@ -41,7 +41,6 @@ class Call:
     sight: Visibility
     shared: bool
     chunk_tokens: int
-    span_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -91,8 +90,11 @@ def run_alone(call: Call, items: Items, index: int) -> None:
     query = _scaled_query(call, query.transpose(0, 1), pick).view(heads, rows * group, -1)
     state = State.empty(heads, rows * group, p.head_dim_vo, q.device)
     positions = position + torch.arange(rows, device=q.device)
-    for span in _spans(lo, hi, kv.page_size, call.chunk_tokens, call.span_tokens):
-        _span_step(call, state, query, span, pages, head, (position, positions))
+    for begin, end in chunks(lo, hi, kv.page_size, call.chunk_tokens):
+        ids = pages
+        if kv.page_table is not None:
+            ids = pages[begin // kv.page_size : (end - 1) // kv.page_size + 1]
+        _chunk_step(call, state, query, (begin, end), ids, head, (position, positions))
     empty = None
     if call.sight.right is not None and position + call.sight.right < 0:
         empty = (positions + call.sight.right < 0).view(1, rows, 1)
@@ -104,55 +106,33 @@ def run_alone(call: Call, items: Items, index: int) -> None:
         at[:, pick].copy_(lse.transpose(0, 1))
 
 
-def _spans(
-    lo: int, hi: int, page_size: int, chunk_tokens: int, span_tokens: int
-) -> list[list[tuple[int, int]]]:
-    """Chunks of `[lo, hi)` packed into spans of at most `span_tokens` (at least one chunk)."""
-    spans: list[list[tuple[int, int]]] = []
-    for a, b in chunks(lo, hi, page_size, chunk_tokens):
-        if spans and b - spans[-1][0][0] <= span_tokens:
-            spans[-1].append((a, b))
-        else:
-            spans.append([(a, b)])
-    return spans
-
-
-def _span_step(
+def _chunk_step(
     call: Call,
     state: State,
     query: torch.Tensor,
-    span: list[tuple[int, int]],
+    span: tuple[int, int],
     pages: torch.Tensor,
     head: int | None,
     place: tuple[int, torch.Tensor],
 ) -> None:
-    """Scores of all chunks of a span, one softmax step, then `acc += P V` chunk by chunk."""
+    """Scores of one chunk of tokens, one softmax step, then `acc += P V`.
+
+    span: `[begin, end)` tokens, all in `pages` (which start with the page of `begin`).
+    place: position of the first query row, and `[rows]` positions of all.
+    """
+    (begin, end), (position, positions) = span, place
     heads, rows, _ = query.shape
-    size, contiguous = call.bound.kv.page_size, call.bound.kv.page_table is None
-    begin, end = span[0][0], span[-1][1]
-    scores = query.new_empty(heads, rows, end - begin)
-    reads = []
-    for a, b in span:
-        first = a // size
-        ids = pages if contiguous else pages[first : (b - 1) // size + 1]
-        reads.append((ids, a - first * size, b - a, a - begin))
-    for ids, offset, tokens, at in reads:
-        key = call.key.tile(ids, offset, tokens, head)
-        torch.bmm(query, key.transpose(1, 2), out=scores[:, :, at : at + tokens])
-    cap_(scores, call.problem.logits_soft_cap)
-    position, positions = place
+    offset, tokens = begin % call.bound.kv.page_size, end - begin
+    key = call.key.tile(pages, offset, tokens, head)
+    scores = cap_(torch.bmm(query, key.transpose(1, 2)), call.problem.logits_soft_cap)
     mask = None
     if _cuts(call.sight, position, len(positions), begin, end):
         token = torch.arange(begin, end, device=query.device)
         mask = hidden(positions.view(-1, 1, 1), token, call.sight)
-        scores.view(heads, len(positions), -1, end - begin).masked_fill_(mask, _NEG_INF)
-        mask = mask.expand(-1, rows // len(positions), -1).reshape(1, rows, end - begin)
+        scores.view(heads, len(positions), -1, tokens).masked_fill_(mask, _NEG_INF)
+        mask = mask.expand(-1, rows // len(positions), -1).reshape(1, rows, tokens)
     state.advance(scores)
-    for ids, offset, tokens, at in reads:
-        value = call.value.tile(ids, offset, tokens, head)
-        part = slice(at, at + tokens)
-        unseen = None if mask is None else mask[:, :, part]
-        add_weighted_(state.acc, scores[:, :, part], value, unseen)
+    add_weighted_(state.acc, scores, call.value.tile(pages, offset, tokens, head), mask)
 
 
 def _cuts(sight: Visibility, position: int, rows: int, begin: int, end: int) -> bool:

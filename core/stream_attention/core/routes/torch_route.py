@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from stream_attention.core.registry import Registry
 
 ROUTE = "torch"
-CHUNK_BYTES = 1 << 20
+
+CHUNK_BYTES = 4 << 20
 SCORE_ELEMENTS = 1 << 20
 GROUP_ELEMENTS = 1 << 20
 GROUP_TOKENS = 256
@@ -54,7 +55,6 @@ class TorchLaunch:
         "_rows",
         "_shared",
         "_sight",
-        "_span_tokens",
         "_value",
         "backend_plan",
     )
@@ -71,10 +71,6 @@ class TorchLaunch:
         self._chunk_tokens = max(16, min(4096, CHUNK_BYTES // token_bytes))
         # Rows of an item: enough for a square-ish tile in prefill, one tile's scores bounded.
         self._rows = max(1, min(256, SCORE_ELEMENTS // (heads * group * self._chunk_tokens)))
-        self._span_tokens = max(
-            self._chunk_tokens,
-            SCORE_ELEMENTS // (heads * group * min(self._rows, max(1, problem.max_qo_len))),
-        )
         copy = problem.batch_invariant  # one base alignment for all, whoever owns the page
         self._key = PoolReader(kv.key, heads, self._chunk_tokens, copy)
         self._value = PoolReader(kv.value, heads, self._chunk_tokens, copy)
@@ -131,7 +127,6 @@ class TorchLaunch:
             self._sight,
             self._shared,
             self._chunk_tokens,
-            self._span_tokens,
         )
         with torch.no_grad():
             for index in alone.tolist():
