@@ -116,60 +116,91 @@ def _attend_tiles(
     return acc, row_max, row_sum
 
 
-@triton.jit
-def _split_work(
-    item, head, batch, uniform_qo_len, capacity, slots, min_tiles, wave_tiles, waves, max_splits,
-    kv_lens_ptr, lens_stride_b, lens_stride_h, qo_indptr_ptr, group,
+@triton.jit(
+    do_not_specialize=[
+        "batch", "uniform_qo_len", "capacity", "group", "slots", "min_tiles", "max_splits",
+        "lens_stride_b", "lens_stride_h",
+    ]
+)  # fmt: skip
+def schedule_splits(
+    kv_lens_ptr, qo_indptr_ptr, ends_ptr, split_tiles_ptr,
+    batch, uniform_qo_len, capacity, group, slots, min_tiles, max_splits,
+    lens_stride_b, lens_stride_h,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIFORM: tl.constexpr, HAS_LENS: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Which (request, work unit) item number `item` is, and KV tiles a split, from the lengths.
+    """KV tiles a split for each KV head, and where each request's work items end, from the lengths.
 
-    Every program repeats this scan over the lengths instead of waiting for a plan kernel. The
-    tiles of all requests are shared out to `slots` programs a KV head; past `wave_tiles` tiles a
-    program the work is cut `waves` times finer, so that the tail of the last wave stays small.
+    32 split sizes are weighed, from 1/4 to 2 × an equal share of all tiles: sizes below a share cut
+    the work into waves, which evens out ragged lengths; sizes above it avoid a last wave that is
+    mostly empty. The cost of a size is its waves times (tiles a split + 4 for starting one).
     """
+    head = tl.program_id(0)
     total = tl.zeros((), dtype=tl.int64)
     for start in range(0, batch, BLOCK_B):
-        requests = start + tl.arange(0, BLOCK_B)
-        live = requests < batch
         tiles, units = _request_size(
-            requests, live, head, uniform_qo_len, capacity, kv_lens_ptr, lens_stride_b,
-            lens_stride_h, qo_indptr_ptr, group, BLOCK_M, BLOCK_N, UNIFORM, HAS_LENS,
+            start + tl.arange(0, BLOCK_B), batch, head, uniform_qo_len, capacity, kv_lens_ptr,
+            lens_stride_b, lens_stride_h, qo_indptr_ptr, group, BLOCK_M, BLOCK_N, UNIFORM, HAS_LENS,
         )  # fmt: skip
         total += tl.sum(tiles.to(tl.int64) * units, 0)
-    per_split = (total + slots - 1) // slots
-    if per_split > wave_tiles:
-        per_split = (total + slots * waves - 1) // (slots * waves)
-    per_split = tl.maximum(per_split, min_tiles).to(tl.int32)
+    size = tl.arange(0, 32)
+    sixteenths = (16 + size % 16).to(tl.int64)
+    shares = tl.where(size < 16, 16, 64).to(tl.int64) * slots
+    per_split = tl.maximum((total * sixteenths + shares - 1) // shares, min_tiles).to(tl.int32)
+    items = tl.zeros((32,), dtype=tl.int64)
+    for start in range(0, batch, BLOCK_B):
+        tiles, units = _request_size(
+            start + tl.arange(0, BLOCK_B), batch, head, uniform_qo_len, capacity, kv_lens_ptr,
+            lens_stride_b, lens_stride_h, qo_indptr_ptr, group, BLOCK_M, BLOCK_N, UNIFORM, HAS_LENS,
+        )  # fmt: skip
+        work = units[:, None] * _num_splits(tiles[:, None], per_split[None, :], max_splits)
+        items += tl.sum(work.to(tl.int64), 0)
+    cost = (items + slots - 1) // slots * (per_split + 4)
+    best = tl.max(tl.where(cost == tl.min(cost, 0), per_split, 0), 0)
+    tl.store(split_tiles_ptr + head, best)
 
-    request = tl.zeros((), dtype=tl.int32)
-    before = tl.zeros((), dtype=tl.int32)
     base = tl.zeros((), dtype=tl.int32)
     for start in range(0, batch, BLOCK_B):
         requests = start + tl.arange(0, BLOCK_B)
-        live = requests < batch
         tiles, units = _request_size(
-            requests, live, head, uniform_qo_len, capacity, kv_lens_ptr, lens_stride_b,
+            requests, batch, head, uniform_qo_len, capacity, kv_lens_ptr, lens_stride_b,
             lens_stride_h, qo_indptr_ptr, group, BLOCK_M, BLOCK_N, UNIFORM, HAS_LENS,
         )  # fmt: skip
-        splits = tl.minimum(tl.maximum((tiles + per_split - 1) // per_split, 1), max_splits)
-        work = tl.where(live, units * splits, 0)
+        work = units * _num_splits(tiles, best, max_splits)
         through = base + tl.cumsum(work, 0)
+        tl.store(ends_ptr + head * batch + requests, through, mask=requests < batch)
+        base += tl.sum(work, 0)
+
+
+@triton.jit
+def _find_item(item, head, batch, ends_ptr, BLOCK_B: tl.constexpr):
+    """The request that work item `item` belongs to (`batch` when past the last), and its unit."""
+    request = tl.zeros((), dtype=tl.int32)
+    before = tl.zeros((), dtype=tl.int32)
+    for start in range(0, batch, BLOCK_B):
+        requests = start + tl.arange(0, BLOCK_B)
+        live = requests < batch
+        through = tl.load(ends_ptr + head * batch + requests, mask=live, other=0)
         passed = live & (through <= item)
         request += tl.sum(passed.to(tl.int32), 0)
         before = tl.maximum(before, tl.max(tl.where(passed, through, 0), 0))
-        base += tl.sum(work, 0)
-    return request, item - before, per_split
+    return request, item - before
+
+
+@triton.jit
+def _num_splits(tiles, per_split, max_splits):
+    """Splits of a request with `tiles` KV tiles: at least one, so that empty rows are written."""
+    return tl.minimum(tl.maximum((tiles + per_split - 1) // per_split, 1), max_splits)
 
 
 @triton.jit
 def _request_size(
-    requests, live, head, uniform_qo_len, capacity, kv_lens_ptr, lens_stride_b, lens_stride_h,
+    requests, batch, head, uniform_qo_len, capacity, kv_lens_ptr, lens_stride_b, lens_stride_h,
     qo_indptr_ptr, group,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIFORM: tl.constexpr, HAS_LENS: tl.constexpr,
 ):  # fmt: skip
-    """KV tiles and query tiles of a block of requests; dead lanes give 0 and 0."""
+    """KV tiles and query tiles of a block of requests; lanes past the batch give 0 and 0."""
+    live = requests < batch
     if HAS_LENS:
         offsets = requests.to(tl.int64) * lens_stride_b + head * lens_stride_h
         lens = tl.load(kv_lens_ptr + offsets, mask=live, other=0)
@@ -206,18 +237,18 @@ def _find_request(slot, batch, group, qo_indptr_ptr, BLOCK_M: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "total_q", "uniform_qo_len", "capacity", "slots", "min_tiles", "wave_tiles",
-        "waves", "max_splits", "chunk_tiles", "table_stride_b", "table_stride_h", "lens_stride_b",
+        "batch", "total_q", "uniform_qo_len", "capacity", "min_tiles", "max_splits", "chunk_tiles",
+        "table_stride_b", "table_stride_h", "lens_stride_b",
         "lens_stride_h", "window_left", "window_right", "num_kv_heads", "group",
         "out_split_stride", "lse_split_stride",
     ]
 )  # fmt: skip
 def attention_split(
     q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, qo_indptr_ptr, k_scale_ptr, v_scale_ptr, sink_ptr,
-    out_ptr, lse_ptr,
+    ends_ptr, split_tiles_ptr, out_ptr, lse_ptr,
     batch, total_q, uniform_qo_len, capacity, num_kv_heads, group, head_dim_qk, head_dim_vo,
     sm_scale, soft_cap, window_left, window_right,
-    slots, min_tiles, wave_tiles, waves, max_splits, chunk_tiles,
+    min_tiles, max_splits, chunk_tiles,
     q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride_b, table_stride_h,
     lens_stride_b, lens_stride_h, k_scale_stride, v_scale_stride,
@@ -232,20 +263,16 @@ def attention_split(
 ):  # fmt: skip
     """One query tile × one split of its KV range → a partial state, or the answer.
 
-    SCHEDULE "direct": one split, out and lse are final. "scan": splits from the lengths of the
-    whole batch, partial states to `[max_splits, total_q, heads, head_dim]`. "fixed": splits of
-    `chunk_tiles` tiles on grid axis 1, the same cuts whoever else is in the batch.
+    SCHEDULE "direct": one split, out and lse are final. The others write partial states to
+    `[max_splits, total_q, heads, head_dim]`: "scan" takes its item from `schedule_splits`; "even"
+    cuts each row into up to `max_splits` equal parts, "fixed" into parts of `chunk_tiles` tiles
+    whoever else is in the batch, both with the split on grid axis 1.
     """
     item = tl.program_id(0) // num_kv_heads
     head = tl.program_id(0) % num_kv_heads
     split = tl.program_id(1)
-    per_split = chunk_tiles
     if SCHEDULE == "scan":
-        request, unit, per_split = _split_work(
-            item, head, batch, uniform_qo_len, capacity, slots, min_tiles, wave_tiles, waves,
-            max_splits, kv_lens_ptr, lens_stride_b, lens_stride_h, qo_indptr_ptr, group,
-            BLOCK_M, BLOCK_N, UNIFORM, HAS_LENS, BLOCK_B,
-        )  # fmt: skip
+        request, unit = _find_item(item, head, batch, ends_ptr, BLOCK_B)
         if request >= batch:
             return
     elif UNIFORM:
@@ -268,11 +295,13 @@ def attention_split(
         kv_len = capacity
 
     splits = max_splits
+    kv_tiles = (kv_len + BLOCK_N - 1) // BLOCK_N
     if SCHEDULE == "scan":
-        tiles = (kv_len + BLOCK_N - 1) // BLOCK_N
-        splits = tl.minimum(tl.maximum((tiles + per_split - 1) // per_split, 1), max_splits)
+        splits = _num_splits(kv_tiles, tl.load(split_tiles_ptr + head), max_splits)
         split = unit % splits
         unit = unit // splits
+    elif SCHEDULE == "even":
+        splits = _num_splits(kv_tiles, min_tiles, max_splits)
 
     # Rows of the tile: row r is query token r // group, query head r % group of this KV head.
     rows = unit * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -311,10 +340,11 @@ def attention_split(
 
     range_lo = any_begin // BLOCK_N
     range_hi = (any_end + BLOCK_N - 1) // BLOCK_N
-    if SCHEDULE == "scan":
+    if SCHEDULE == "scan" or SCHEDULE == "even":
+        split = tl.minimum(split, splits)  # past the last split: an empty range
         count = tl.maximum(range_hi - range_lo, 0).to(tl.int64)
         tile_lo = range_lo + ((count * split) // splits).to(tl.int32)
-        tile_hi = range_lo + ((count * (split + 1)) // splits).to(tl.int32)
+        tile_hi = range_lo + ((count * tl.minimum(split + 1, splits)) // splits).to(tl.int32)
     elif SCHEDULE == "fixed":
         tile_lo = tl.maximum(range_lo, split * chunk_tiles)
         tile_hi = tl.minimum(range_hi, (split + 1) * chunk_tiles)

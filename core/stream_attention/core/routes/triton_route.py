@@ -36,6 +36,7 @@ MAX_SCRATCH_BYTES = 256 << 20
 MAX_SCANNED_REQUESTS = 1024
 # Tokens below which a split costs more in the merge than it saves.
 MIN_SPLIT_TOKENS = 256
+MOST_WAVES = 4  # the finest split size that the device weighs is 1 / 4 of an equal share
 BATCH_INVARIANT_SPLIT_TOKENS = 1024
 MAX_BATCH_INVARIANT_SPLITS = 128
 
@@ -44,11 +45,10 @@ MAX_BATCH_INVARIANT_SPLITS = 128
 class TritonConfig:
     """Tiles and schedule of one plan; a pure function of problem and device.
 
-    block_m: packed query rows a tile. block_n: KV tokens a tile. schedule: `"direct"`, `"scan"` or
-    `"fixed"` (see the kernel). max_splits: partial states a row can have. slots: programs a KV head
-    that run at once. min_tiles: fewest tiles a split. wave_tiles, waves: past `wave_tiles` tiles a
-    program, cut the work `waves` times finer. chunk_tiles: tiles a split, `"fixed"` only. items:
-    programs a KV head on grid axis 0.
+    block_m: packed query rows a tile. block_n: KV tokens a tile. schedule: `"direct"`, `"even"`,
+    `"scan"` or `"fixed"` (see the kernel). max_splits: partial states a row can have. slots: programs a KV head
+    that run at once. min_tiles: fewest tiles a split. chunk_tiles: tiles a split, `"fixed"` only.
+    items: programs a KV head on grid axis 0.
     """
 
     block_m: int
@@ -61,8 +61,6 @@ class TritonConfig:
     max_splits: int = 1
     slots: int = 1
     min_tiles: int = 1
-    wave_tiles: int = 64
-    waves: int = 4
     chunk_tiles: int = 1
     items: int = 1
 
@@ -88,8 +86,8 @@ _CONFIG_RULES = (
     _power_of_two("block_vo", 16),
     Rule(
         "schedule",
-        "must be 'direct', 'scan' or 'fixed'",
-        lambda c: c.schedule in ("direct", "scan", "fixed"),
+        "must be 'direct', 'even', 'scan' or 'fixed'",
+        lambda c: c.schedule in ("direct", "even", "scan", "fixed"),
     ),
     Rule(
         "max_splits",
@@ -125,12 +123,14 @@ def choose_tiles(problem: AttentionProblem) -> tuple[int, int, int, int, int, in
         most_rows = min(most_rows, 32 if widest >= 256 else 64)
     block_m = min(max(16, _next_power_of_two(rows)), most_rows)
     row_bytes = (block_qk + block_vo) * size
-    # K and V tiles of about 32 KiB a stage, three stages: 64-96 KiB of loads in flight an SM.
+    # K and V tiles of about 32 KiB and two of them in flight a program, two programs an SM. On an
+    # H200 four warps beat eight by 1.4 × at D128, block_n 64 tied with 128 and beat 32 by 2-8 %.
     block_n = min(128, max(16, 1 << ((32 << 10) // row_bytes).bit_length() - 1))
     num_warps = 8 if block_m >= 128 or (block_m >= 64 and widest >= 256) else 4
-    stage_bytes = block_n * row_bytes
-    room = (160 << 10) - block_m * block_qk * size
-    num_stages = max(1, min(3, room // stage_bytes))
+    room = (160 << 10) - block_m * (block_qk + block_n) * size
+    buffers = max(1, min(2, room // (block_n * row_bytes)))
+    # The pipeliner spends a stage between page id and tile: 2 n + 1 stages keep n tiles in flight.
+    num_stages = 2 * buffers + 1 if problem.cache_kind == "paged" else buffers + 1
     return block_m, block_n, block_qk, block_vo, num_warps, num_stages
 
 
@@ -171,22 +171,18 @@ def choose_config(problem: AttentionProblem, device: DeviceFacts) -> TritonConfi
 
     slots = max(1, 2 * device.num_sms // problem.num_kv_heads)
     min_tiles = max(1, MIN_SPLIT_TOKENS // block_n)
-    waves = 4
-    splits = min(
-        _ceil_div(problem.kv_capacity, min_tiles * block_n),
-        slots * waves,
-        most_splits,
-    )
-    if splits <= 1 or problem.batch > MAX_SCANNED_REQUESTS or units >= slots * waves * 4:
+    splits = min(_ceil_div(problem.kv_capacity, min_tiles * block_n), slots, most_splits)
+    if splits <= 1 or problem.batch > MAX_SCANNED_REQUESTS or units >= slots * 4 * MOST_WAVES:
         return TritonConfig(schedule="direct", items=units, **tiles)
+    common = {"max_splits": splits, "slots": slots, "min_tiles": min_tiles, **tiles}
+    if problem.batch == 1:
+        most = max(1, min(splits, slots // units))
+        return TritonConfig(schedule="even", items=units, **{**common, "max_splits": most})
+    finest = units * _ceil_div(problem.kv_capacity, min_tiles * block_n)
     return TritonConfig(
         schedule="scan",
-        max_splits=splits,
-        slots=slots,
-        min_tiles=min_tiles,
-        waves=waves,
-        items=units + slots * waves,
-        **tiles,
+        items=units + min(finest, slots * MOST_WAVES),
+        **common,
     )
 
 
@@ -208,8 +204,17 @@ class TritonLaunch:
         self._device = device
         self.config = config or choose_config(problem, device)
         self._merge_records = merge_records
+        # Token positions are int32 on the device; a tile past the last must not overflow.
+        self._capacity = min(problem.kv_capacity, (1 << 31) - 1 - self.config.block_n)
         self._scratch_out: torch.Tensor | None = None
         self._scratch_lse: torch.Tensor | None = None
+        split_axis = self.config.max_splits if self.config.schedule in ("even", "fixed") else 1
+        self._grid = (self.config.items * problem.num_kv_heads, split_axis, 1)
+        # Tiles a split, and where each request's work items end: written by `schedule_splits`.
+        scanned = problem.batch if self.config.schedule == "scan" else 0
+        heads, ints = problem.num_kv_heads, {"dtype": torch.int32, "device": bound.q.device}
+        self._split_tiles = torch.zeros(heads if scanned else 0, **ints)
+        self._item_ends = torch.zeros(heads * scanned, **ints)
         rows = problem.total_qo_len * problem.num_qo_heads
         if self.config.schedule != "direct" and rows:
             shape = (self.config.max_splits, problem.total_qo_len, problem.num_qo_heads)
@@ -227,17 +232,13 @@ class TritonLaunch:
 
     def _plan(self) -> AttentionBackendPlan:
         config, problem = self.config, self._problem
-        grid_y = config.max_splits if config.schedule == "fixed" else 1
-        launches = [
-            LaunchSpec(
-                "attention_split",
-                (config.items * problem.num_kv_heads, grid_y, 1),
-                32 * config.num_warps,
-            )
-        ]
+        launches = [LaunchSpec("attention_split", self._grid, 32 * config.num_warps)]
+        if config.schedule == "scan":
+            launches.insert(0, LaunchSpec("schedule_splits", (problem.num_kv_heads, 1, 1), 128))
         workspace = 0
         if self._scratch_out is not None and self._scratch_lse is not None:
             workspace = 4 * (self._scratch_out.numel() + self._scratch_lse.numel())
+            workspace += 4 * (self._split_tiles.numel() + self._item_ends.numel())
             rows = problem.total_qo_len * problem.num_qo_heads
             launches.append(LaunchSpec(self._merge_name, (rows, 1, 1), 128))
         fixed = config.schedule == "fixed"
@@ -287,6 +288,7 @@ class TritonLaunch:
             self._merge.rebind(*self._merge_tensors(bound))
         self._bound = bound
         self._split_args, self._split_meta = self._split_arguments(bound)
+        self._schedule_args = self._schedule_arguments(bound)
         self._merge_args = self._merge_arguments(bound)
 
     def _split_arguments(self, bound: BoundTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -308,15 +310,14 @@ class TritonLaunch:
         table, lens = kv.page_table, kv.kv_lens
         args = (
             bound.q, key, value, table, lens, bound.qo_indptr, key_scale, value_scale,
-            bound.attn_sink, out, lse,
+            bound.attn_sink, self._item_ends, self._split_tiles, out, lse,
             problem.batch, problem.total_qo_len, problem.max_qo_len if uniform else 0,
-            min(problem.kv_capacity, (1 << 31) - 1 - config.block_n),
+            self._capacity,
             problem.num_kv_heads, problem.gqa_group_size, problem.head_dim_qk, problem.head_dim_vo,
             float(problem.sm_scale), float(problem.logits_soft_cap or 1.0),
             min(problem.window_left or 0, (1 << 31) - 1),
             min(problem.window_right or 0, (1 << 31) - 1),
-            config.slots, config.min_tiles, config.wave_tiles, config.waves, config.max_splits,
-            config.chunk_tiles,
+            config.min_tiles, config.max_splits, config.chunk_tiles,
             bound.q.stride(0), bound.q.stride(1), key.stride(0), key.stride(1), key.stride(2),
             value.stride(0), value.stride(1), value.stride(2),
             table.stride(0) if table is not None else 0,
@@ -357,6 +358,25 @@ class TritonLaunch:
         }
         return args, meta
 
+    def _schedule_arguments(self, bound: BoundTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        problem, config, lens = self._problem, self.config, bound.kv.kv_lens
+        uniform = bound.qo_indptr is None
+        args = (
+            lens, bound.qo_indptr, self._item_ends, self._split_tiles,
+            problem.batch, problem.max_qo_len if uniform else 0, self._capacity,
+            problem.gqa_group_size, config.slots, config.min_tiles, config.max_splits,
+            0 if lens is None else lens.stride(0), 0 if lens is None else lens.stride(1),
+        )  # fmt: skip
+        meta = {
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "UNIFORM": uniform,
+            "HAS_LENS": lens is not None,
+            "BLOCK_B": 128,
+            "num_warps": 4,
+        }
+        return args, meta
+
     def _merge_arguments(self, bound: BoundTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._scratch_out is None or self._scratch_lse is None:
             return (), {}
@@ -382,9 +402,10 @@ class TritonLaunch:
         problem, config = self._problem, self.config
         if not problem.total_qo_len:
             return
-        grid_y = config.max_splits if config.schedule == "fixed" else 1
-        grid = (config.items * problem.num_kv_heads, grid_y, 1)
-        self._kernels.attention_split[grid](*self._split_args, **self._split_meta)
+        if config.schedule == "scan":
+            args, meta = self._schedule_args
+            self._kernels.schedule_splits[(problem.num_kv_heads, 1, 1)](*args, **meta)
+        self._kernels.attention_split[self._grid](*self._split_args, **self._split_meta)
         if self._merge is not None:
             self._merge.run()
         elif self._scratch_out is not None:
