@@ -5,9 +5,9 @@
 
     lse = log(Σ_i exp(lse_i) [+ exp(sink)]),    out = Σ_i exp(lse_i - lse) · out_i.
 
-A state with `lse = -inf` is empty: the identity, whatever its `out` holds. Merging only empty states
-gives the empty state, out 0 and lse `-inf`, also with a sink (Milakov & Gimelshein 2018, "Online
-normalizer calculation for softmax", §3; Dao et al. 2023, "Flash-Decoding").
+A state with `lse = -inf` is empty: the identity, whatever its `out` holds. Merging only empty
+states gives the empty state, out 0 and lse `-inf`, also with a sink (Milakov & Gimelshein 2018,
+"Online normalizer calculation for softmax", §3; Dao et al. 2023, "Flash-Decoding").
 """
 
 from __future__ import annotations

@@ -20,17 +20,18 @@ Runner = Callable[[BuiltCase], tuple[torch.Tensor, torch.Tensor]]
 """From a built case to `(out, lse)`: out of q's shape with head_dim_vo, lse fp32 without it."""
 
 
-def bind(built: BuiltCase) -> Any:
-    """The `Described` of a built case, with `out` and `lse` full of NaN."""
-    described = describe(built.q, built.cache, built.qo_indptr, **built.options, return_lse=True)
+def bind(built: BuiltCase, **options: Any) -> Any:
+    """The `Described` of a built case, with `out` and `lse` full of NaN; `options` are added."""
+    options = {**built.options, "return_lse": True, **options}
+    described = describe(built.q, built.cache, built.qo_indptr, **options)
     described.bound.out.fill_(math.nan)
     described.bound.lse.fill_(math.nan)
     return described
 
 
-def launch(record: AttentionRecord, built: BuiltCase) -> tuple[Any, Any]:
+def launch(record: AttentionRecord, built: BuiltCase, **options: Any) -> tuple[Any, Any]:
     """`(launch, described)` of a record on a built case; `AssertionError` when it is not legal."""
-    described = bind(built)
+    described = bind(built, **options)
     device = device_facts(built.q.device)
     reasons = record.reasons(described.problem, device)
     if reasons:

@@ -15,6 +15,7 @@ from stream_attention.core.dtypes import torch_dtype
 from stream_attention.core.ir import Rule, check_rules, evaluable_repr
 
 FP8 = "float8_e4m3fn"
+POISON = {"nan": math.nan, "inf": math.inf, "zero": 0.0}
 STALE_IDS = {"negative": -1, "huge": 1 << 30, "stale": 0}
 
 
@@ -32,10 +33,11 @@ class Case:
         `"interleaved"` (K and V in one buffer). q_form: `"dense"`, `"strided"` (every second head
         block of a wider buffer), `"transposed"` (heads outermost in memory).
     call: `"ragged"` (`qo_indptr`), `"batch"` (`[batch, Hq, D]`) or `"block"` (`[batch, M, Hq, D]`).
+    poison: what unused K/V slots hold; e4m3 has no Inf, NaN stands in.
     ids: what page-table entries beyond the used ones hold.
     sink: `None`, `"random"`, or for all heads a number or the string of one (`"-inf"`, so that
         `repr` evaluates back).
-    spread: factor on q, which sharpens the softmax.
+    spread: factor on q, which sharpens the softmax. value_mean: added to V.
     """
 
     name: str = ""
@@ -65,6 +67,7 @@ class Case:
     ids: str = "huge"
     poison: str = "nan"
     spread: float = 1.0
+    value_mean: float = 0.0
 
     def __post_init__(self) -> None:
         check_rules(self, _CASE_RULES)
@@ -100,6 +103,7 @@ class Case:
 _CASE_RULES = (
     Rule("kv_lens", "one entry a request", lambda c: len(c.kv_lens) == len(c.qo_lens)),
     Rule("ids", f"one of {tuple(STALE_IDS)}", lambda c: c.ids in STALE_IDS),
+    Rule("poison", f"one of {tuple(POISON)}", lambda c: c.poison in POISON),
     Rule(
         "has_lengths",
         "only a contiguous cache with equal lengths and no spare tokens goes without",
@@ -138,7 +142,7 @@ class BuiltCase:
 def build(case: Case, seed: int = 0, device: Any = "cpu") -> BuiltCase:
     """Make the tensors of `case`, the same for the same seed on every device.
 
-    Every K/V slot that holds no token of a request is poison (NaN or ±Inf), page 0 is never used,
+    Every K/V slot that holds no token of a request is poison (NaN or Inf), page 0 is never used,
     pages are in random order, and page-table entries beyond the used ones hold `case.ids`.
     """
     rng = torch.Generator().manual_seed(seed)
@@ -192,7 +196,7 @@ def _storage(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Poisoned K and V pools as `[outer, tokens, num_kv_heads, head_dim]` views of their layout."""
     dtype = torch_dtype(case.kv_dtype or case.dtype)
-    bad = math.nan if case.poison == "nan" or case.kv_dtype == FP8 else math.inf
+    bad = POISON["nan" if case.poison == "inf" and case.kv_dtype == FP8 else case.poison]
     outer, tokens = slots
     dims = (case.head_dim_qk, case.dim_vo)
     layers, layer = (3, 1) if case.pool == "layer_axis" else (1, 0)
@@ -210,12 +214,20 @@ def _storage(
     return pools[0], pools[1]
 
 
-def _fill(case: Case, rng: torch.Generator, pool: torch.Tensor, where: tuple, count: int) -> None:
+def _fill(
+    case: Case,
+    rng: torch.Generator,
+    pools: tuple[torch.Tensor, torch.Tensor],
+    where: tuple,
+    count: int,
+) -> None:
     """Write `count` random tokens, of one head or of all heads, at `pool[where]`."""
     heads = () if len(where) == 3 else (case.num_kv_heads,)
-    values = torch.randn(count, *heads, pool.shape[-1], generator=rng).to(pool.dtype)
-    raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool
-    raw[where] = values.view(raw.dtype).to(pool.device)
+    for pool, mean in zip(pools, (0.0, case.value_mean), strict=True):
+        values = torch.randn(count, *heads, pool.shape[-1], generator=rng) + mean
+        values = values.to(pool.dtype)
+        raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool
+        raw[where] = values.view(raw.dtype).to(pool.device)
 
 
 def _paged(case: Case, rng: torch.Generator, device: Any) -> PagedKVCache:
@@ -234,8 +246,8 @@ def _paged(case: Case, rng: torch.Generator, device: Any) -> PagedKVCache:
             length = case.lens_of(request)[head]
             token = torch.arange(length)
             where: tuple = (ids[token // size].to(device), (token % size).to(device))
-            for pool in (key, value):
-                _fill(case, rng, pool, (*where, head) if lists > 1 else where, length)
+            where = (*where, head) if lists > 1 else where
+            _fill(case, rng, (key, value), where, length)
     rows = [case.lens_of(b) if case.per_head_lists else case.kv_lens[b] for b in range(batch)]
     shape = (batch, heads) if case.per_head_lists else (batch,)
     scales = _scales(case, rng, device)
@@ -256,8 +268,7 @@ def _contiguous(case: Case, rng: torch.Generator, device: Any) -> ContiguousKVCa
         for head, length in enumerate(case.lens_of(request)):
             token = torch.arange(length, device=device)
             outer = torch.full_like(token, request)
-            for pool in (key, value):
-                _fill(case, rng, pool, (outer, token, head), length)
+            _fill(case, rng, (key, value), (outer, token, head), length)
     rows = [case.lens_of(b) if case.per_head_lists else case.kv_lens[b] for b in range(case.batch)]
     shape = (case.batch, case.num_kv_heads) if case.per_head_lists else (case.batch,)
     lens = torch.tensor(rows, dtype=torch.int32).reshape(shape).to(device)
