@@ -163,7 +163,6 @@ cuda_repository = repository_rule(
         "lock": attr.label(default = Label("//tools/cuda:nvcc.lock"), allow_single_file = True),
     },
     environ = [
-        "PATH",
         "PIP_CONFIG_FILE",
         "PIP_EXTRA_INDEX_URL",
         "PIP_FIND_LINKS",

@@ -146,8 +146,8 @@ pypi_repository = repository_rule(
         "cpu_lock": attr.label(default = Label("//tools/python:requirements_cpu.lock"), allow_single_file = True),
         "cuda_lock": attr.label(default = Label("//tools/python:requirements_cuda.lock"), allow_single_file = True),
     },
+    # Not PATH: a shell with another PATH would install everything again.
     environ = [
-        "PATH",
         "PIP_CONFIG_FILE",
         "PIP_EXTRA_INDEX_URL",
         "PIP_FIND_LINKS",

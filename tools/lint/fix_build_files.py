@@ -1,0 +1,20 @@
+"""Formats every Bazel file of the workspace: ./bazelw run //tools/lint:fix_build_files"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+(PROGRAM,) = pathlib.Path("..").glob("*buildifier*/buildifier")
+
+if __name__ == "__main__":
+    workspace = os.environ["BUILD_WORKSPACE_DIRECTORY"]
+    listed = subprocess.run(
+        ["git", "ls-files", "--", "*.bazel", "*.bzl", "*.bzlmod", "WORKSPACE"],
+        cwd=workspace,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    command = [PROGRAM.resolve(), "-mode=fix", "-lint=fix", *listed.stdout.split()]
+    sys.exit(subprocess.run(command, cwd=workspace).returncode)

@@ -1,0 +1,70 @@
+import pathlib
+
+import import_rules
+import lint_tree
+import pytest
+
+FACADE = pathlib.Path("core/stream_attention/__init__.py")
+KINDS = ("py_library", "py_binary", "py_test")
+
+
+@pytest.fixture(scope="module")
+def targets():
+    return [target for target in lint_tree.targets() if target.kind in KINDS]
+
+
+@pytest.fixture(scope="module")
+def rules(targets):
+    owners = import_rules.facade_owners(FACADE.read_text())
+    return import_rules.ImportRules(targets, owners)
+
+
+def test_every_import_is_covered_by_a_dep(targets, rules):
+    reasons = [
+        reason
+        for target in targets
+        for path in target.files()
+        if path.suffix == ".py"
+        for reason in rules.check(target, path, path.read_text())
+    ]
+    assert reasons == []
+
+
+def test_every_module_belongs_to_a_target(targets):
+    given = {path for target in targets for path in target.files()}
+    loose = [
+        path
+        for path in lint_tree.sources(".py")
+        if path not in given and path.name not in ("lock.py", "hatch_metadata.py")
+    ]
+    assert loose == [], "give each file to a target, above sa_sources() in its BUILD file"
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("import rich.table", "needs the dep @pypi//rich:rich"),
+        ("from stream_attention.core import errors", "needs the dep //core:core"),
+        ("from stream_attention import PagedKVCache", "needs the dep //core:core"),
+        ("import stream_attention.no_such_package", "which no target gives"),
+        ("import no_such_distribution", "neither in the tree nor in the lock"),
+    ],
+)
+def test_a_missing_dep_is_found(rules, code, sentence):
+    target = lint_tree.Target("py_library", "//flows:flows", (), ("@pypi//numpy:numpy",))
+    path = pathlib.Path("flows/stream_attention/flows/bad.py")
+    (reason,) = rules.check(target, path, code + "\nimport numpy\n")
+    assert sentence in reason
+
+
+def test_an_absent_package_may_be_tried_inside_a_function(rules):
+    target = lint_tree.Target("py_library", "//bench:bench", (), ())
+    code = "def peer():\n    import no_such_distribution\n"
+    assert list(rules.check(target, pathlib.Path("bench/a.py"), code)) == []
+
+
+def test_relative_imports_are_resolved():
+    path = pathlib.Path("core/stream_attention/core/routes/a.py")
+    code = "from . import b\nfrom ..errors import E\n"
+    names = [name for name, _ in import_rules.imports(path, code)]
+    assert names == ["stream_attention.core.routes.b", "stream_attention.core.errors.E"]
