@@ -2,9 +2,14 @@
 
 PACKAGES = [
     "",
+    "bench",
     "core",
     "core/csrc",
     "flows",
+    "kernels_sm100",
+    "kernels_sm80",
+    "kernels_sm90",
+    "planner",
     "policies",
     "tools",
     "tools/airgap",
