@@ -57,3 +57,8 @@ def paths(document: Path) -> set[str]:
     text = document.read_text(encoding="utf-8")
     quoted = re.findall(r"`((?:core|tools)/[\w./]+|\.ci/\w+)`", text)
     return {*quoted, *re.findall(r"\]\(([\w./]+)\)", text)}
+
+
+def configs(document: Path) -> set[str]:
+    """The names given to `--config` in a document."""
+    return set(re.findall(r"--config=(\w+)", document.read_text(encoding="utf-8")))

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from documents import DOCUMENTS, Block, blocks, labels, modules, paths
+from documents import DOCUMENTS, Block, blocks, configs, labels, modules, paths
 from lint_tree import targets
 
 README = Path("README.md")
@@ -71,6 +71,13 @@ def test_named_files_exist(document: Path) -> None:
     named = paths(document)
     assert named
     assert not [path for path in named if not Path(path).exists()]
+
+
+def test_named_configs_exist() -> None:
+    text = Path(".bazelrc").read_text(encoding="utf-8")
+    named = configs(Path("CONTRIBUTING.md"))
+    assert named >= {"sm90", "gpu", "cpu"}
+    assert not [name for name in named if f"\ntest:{name} " not in text]
 
 
 def test_an_open_block_is_an_error(tmp_path: Path) -> None:
