@@ -253,7 +253,8 @@ def _pack_q(
             "None",
         )
     total = q.shape[0] * qo_len
-    fields.update(total_qo_len=total, max_qo_len=qo_len if q.shape[0] else 0)
+    if cache is None or q.shape[0] == cache.batch:
+        fields.update(total_qo_len=total, max_qo_len=qo_len if q.shape[0] else 0)
     try:
         return q.view(total, heads, dim)
     except RuntimeError:

@@ -9,6 +9,7 @@ import torch
 from stream_attention.core.cache import KVCache
 from stream_attention.planner.differentiable import run_prefill, run_train
 from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity
+from stream_attention.planner.ops import call_traced
 from stream_attention.planner.serve import serve
 
 
@@ -47,13 +48,15 @@ def decode(
 
     `ValueError` names every fault of the arguments, `UnsupportedProblem` every candidate's reasons.
     """
-    result = serve(
+    result = _serve_or_trace(
         q,
         cache,
         None,
+        return_info,
+        (policy_name, model_id, layer_id),
         v_cache=v_cache,
+        max_qo_len=None,
         mode=mode,
-        identity=PolicyIdentity(policy_name, model_id, layer_id),
         validate=validate,
         sm_scale=sm_scale,
         causal=causal,
@@ -100,14 +103,15 @@ def attention(
     max_qo_len: most queries of one request; found by validation, else `total_q` is assumed.
     The rest is as in `decode`.
     """
-    result = serve(
+    result = _serve_or_trace(
         q,
         cache,
         qo_indptr,
+        return_info,
+        (policy_name, model_id, layer_id),
         v_cache=v_cache,
         max_qo_len=max_qo_len,
         mode=mode,
-        identity=PolicyIdentity(policy_name, model_id, layer_id),
         validate=validate,
         sm_scale=sm_scale,
         causal=causal,
@@ -217,6 +221,20 @@ def train(
         batch_invariant=batch_invariant,
     )
     return _shown(result, return_info)
+
+
+def _serve_or_trace(
+    q: torch.Tensor,
+    cache: KVCache | torch.Tensor,
+    qo_indptr: torch.Tensor | None,
+    return_info: bool,
+    names: tuple[str | None, str | None, int | None],
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+    """The call itself, or one operator in the graph of a function that is being traced."""
+    if torch.compiler.is_compiling():
+        return call_traced(q, cache, qo_indptr, names=names, return_info=return_info, **options)
+    return serve(q, cache, qo_indptr, identity=PolicyIdentity(*names), **options)
 
 
 def _shown(result: tuple[torch.Tensor, torch.Tensor | None, Any], return_info: bool) -> Any:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from stream_attention.core.backend_plan import AttentionBackendPlan, Rejection
 from stream_attention.core.device import DeviceFacts
@@ -197,6 +202,20 @@ def why_chosen(chosen: Candidate, count: int, refused: int) -> str:
     if refused:
         text += f" once {refused} refused to build"
     return f"{text} (by cost model: no measured evidence is installed)"
+
+
+@contextlib.contextmanager
+def home_of(q: Any) -> Iterator[None]:
+    """Where launches are built and results made: on q's device, outside of inference mode.
+
+    Launches go to the current device, and tensors made under inference mode could not be written
+    outside of it later.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        if isinstance(q, torch.Tensor) and q.is_cuda:
+            stack.enter_context(torch.cuda.device(q.device))
+        yield
 
 
 def info_of(plan: AttentionBackendPlan, guarantee: str) -> AttentionInfo:

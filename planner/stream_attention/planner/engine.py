@@ -14,7 +14,7 @@ from stream_attention.core.errors import Faults
 from stream_attention.core.registry import Registry, default_registry
 from stream_attention.core.tile_plan import AttentionTilePlan
 from stream_attention.core.validate import validate as validate_contents
-from stream_attention.planner.dispatch import Rankings, build
+from stream_attention.planner.dispatch import Rankings, build, home_of
 from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity, decide
 from stream_attention.planner.plan import AttentionPlan
 
@@ -94,8 +94,7 @@ class StreamAttnEngine:
             longest request that it finds. The rest is as in `plan`.
         """
         decision = decide(mode, self.identity)
-        # Outputs and scratch made under inference mode could not be written outside of it.
-        with torch.inference_mode(False):
+        with home_of(q):
             described = describe(q, cache, qo_indptr, v_cache=v_cache, **options)
             if validate:
                 described = checked(described, options.get("max_qo_len"))

@@ -30,6 +30,7 @@ class AttentionPlan:
     """
 
     __slots__ = (
+        "_device_index",
         "_launch",
         "_names",
         "_result",
@@ -58,6 +59,8 @@ class AttentionPlan:
         self.backend_plan = built.backend_plan
         self.info = built.info
         self._launch = built.launch
+        device = described.bound.q.device
+        self._device_index = device.index if device.type == "cuda" else None
         out, lse = described.result(), described.result_lse()
         self._result = (out, built.info) if lse is None else (out, lse, built.info)
         watched = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
@@ -84,7 +87,11 @@ class AttentionPlan:
                 or tensor.dtype is not dtype
             ):
                 self._raise_stale()
-        self._launch.run()
+        if self._device_index is None or self._device_index == torch.cuda.current_device():
+            self._launch.run()
+        else:  # a launch goes to the current device; the caller may be on another one
+            with torch.cuda.device(self._device_index):
+                self._launch.run()
         return self._result
 
     def _raise_stale(self) -> NoReturn:

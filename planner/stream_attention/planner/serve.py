@@ -13,7 +13,7 @@ from stream_attention.core.device import device_facts
 from stream_attention.core.info import AttentionInfo
 from stream_attention.core.registry import Registry, default_registry
 from stream_attention.core.tile_plan import AttentionTilePlan
-from stream_attention.planner.dispatch import Ranking, Rankings, build
+from stream_attention.planner.dispatch import Ranking, Rankings, build, home_of
 from stream_attention.planner.engine import checked
 from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity, decide
 from stream_attention.planner.plan_cache import CachedPlan, PlanCache, plan_key
@@ -58,7 +58,7 @@ def serve(
     registry = default_registry() if registry is None else registry
     decision = decide(mode, identity)
     in_capture = capturing(q)
-    with torch.inference_mode(False):
+    with home_of(q):
         described = describe(q, cache, qo_indptr, **options)
         if validate and not in_capture:
             described = checked(described, options.get("max_qo_len"))

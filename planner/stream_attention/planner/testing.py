@@ -1,0 +1,111 @@
+"""Records without kernels, for tests of planning, caching and host cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stream_attention.core.backend_plan import AttentionBackendPlan, LaunchSpec
+from stream_attention.core.device import DeviceFacts
+from stream_attention.core.launch import BoundTensors
+from stream_attention.core.problem import AttentionProblem
+from stream_attention.core.registry import AttentionRecord, CapabilityRule, Registry
+from stream_attention.core.tile_plan import AttentionTilePlan
+
+Body = Callable[[BoundTensors], None]
+
+
+def write_batch(bound: BoundTensors) -> None:
+    """A body whose result tells whose tensors were read: out = the first element of each q row."""
+    bound.out.copy_(bound.q[..., :1].expand_as(bound.out))
+    if bound.lse is not None:
+        bound.lse.copy_(bound.q[..., 0])
+
+
+class FakeLaunch:
+    """A launch that runs `body` on what it is bound to, and counts what happens to it."""
+
+    def __init__(self, bound: BoundTensors, plan: AttentionBackendPlan, body: Body | None) -> None:
+        self.bound = bound
+        self.backend_plan = plan
+        self.runs = self.rebinds = self.resets = 0
+        self.scratch = torch.zeros(plan.workspace_bytes, dtype=torch.uint8)
+        self._body = body
+
+    def run(self) -> None:
+        """Run the body, if there is one."""
+        if self._body is not None:
+            self.runs += 1
+            self._body(self.bound)
+
+    def rebind(self, bound: BoundTensors) -> None:
+        """Count, and use other tensors."""
+        self.rebinds += 1
+        self.bound = bound
+
+    def reset(self) -> None:
+        """Count."""
+        self.resets += 1
+
+
+@dataclasses.dataclass
+class FakeRoute:
+    """What a fake record is, and the launches it has built so far.
+
+    refusal: reason its only rule gives, `None` = legal. body: what a run does, `None` = nothing.
+    failure: raised by `build`.
+    """
+
+    name: str = "fake"
+    estimate_us: float = 1.0
+    native: bool = False
+    refusal: str | None = None
+    body: Body | None = None
+    failure: Exception | None = None
+    workspace_bytes: int = 0
+    built: list[FakeLaunch] = dataclasses.field(default_factory=list)
+
+    def build(
+        self,
+        problem: AttentionProblem,
+        tile_plan: AttentionTilePlan,
+        device: DeviceFacts,
+        bound: BoundTensors,
+    ) -> FakeLaunch:
+        """A launch over `bound`, or the failure."""
+        if self.failure is not None:
+            raise self.failure
+        plan = AttentionBackendPlan(
+            route=self.name,
+            backend="none",
+            arch=device.arch,
+            workspace_bytes=self.workspace_bytes,
+            launches=(LaunchSpec(f"{self.name}_kernel", (2, 3, 4), 128, 1024),),
+        )
+        launch = FakeLaunch(bound, plan, self.body)
+        self.built.append(launch)
+        return launch
+
+    def record(self) -> AttentionRecord:
+        """The record to register."""
+        rules = (CapabilityRule("refusal", lambda problem, device: self.refusal),)
+        return AttentionRecord(
+            route=self.name,
+            backend="none",
+            package="tests",
+            rules=rules,
+            estimate_us=lambda problem, device: self.estimate_us,
+            build=self.build,
+            native=self.native,
+        )
+
+
+def registry_of(*routes: Any) -> Registry:
+    """A registry of these routes alone: nothing is discovered."""
+    registry = Registry(_discovered=True)
+    for route in routes:
+        registry.register_attention(route.record() if isinstance(route, FakeRoute) else route)
+    return registry
