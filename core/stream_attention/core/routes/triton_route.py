@@ -34,8 +34,10 @@ MAX_SCRATCH_BYTES = 256 << 20
 # A scan of the lengths by every program costs about 1 us per 512 requests; past this many requests
 # there is work for all programs without splits.
 MAX_SCANNED_REQUESTS = 1024
-# Tokens below which a split costs more in the merge than it saves.
+# Tokens below which a split costs more in the merge than it saves: measured on an H200 at D128 and
+# D64, 16 MiB of K/V in one request, and 128 MiB to 2 GiB in several.
 MIN_SPLIT_TOKENS = 256
+MIN_SPLIT_TOKENS_BATCHED = 512
 MOST_WAVES = 4  # the finest split size that the device weighs is 1 / 4 of an equal share
 BATCH_INVARIANT_SPLIT_TOKENS = 1024
 MAX_BATCH_INVARIANT_SPLITS = 128
@@ -46,8 +48,8 @@ class TritonConfig:
     """Tiles and schedule of one plan; a pure function of problem and device.
 
     block_m: packed query rows a tile. block_n: KV tokens a tile. schedule: `"direct"`, `"even"`,
-    `"scan"` or `"fixed"` (see the kernel). max_splits: partial states a row can have. slots: programs a KV head
-    that run at once. min_tiles: fewest tiles a split. chunk_tiles: tiles a split, `"fixed"` only.
+    `"scan"` or `"fixed"` (see the kernel). max_splits: partial states a row can have. slots:
+    programs a KV head that run at once. min_tiles: fewest tiles a split. chunk_tiles: tiles a split, `"fixed"` only.
     items: programs a KV head on grid axis 0.
     """
 
@@ -128,7 +130,7 @@ def choose_tiles(problem: AttentionProblem) -> tuple[int, int, int, int, int, in
     block_n = min(128, max(16, 1 << ((32 << 10) // row_bytes).bit_length() - 1))
     num_warps = 8 if block_m >= 128 or (block_m >= 64 and widest >= 256) else 4
     room = (160 << 10) - block_m * (block_qk + block_n) * size
-    buffers = max(1, min(2, room // (block_n * row_bytes)))
+    buffers = max(1, min(3 if widest <= 64 else 2, room // (block_n * row_bytes)))
     # The pipeliner spends a stage between page id and tile: 2 n + 1 stages keep n tiles in flight.
     num_stages = 2 * buffers + 1 if problem.cache_kind == "paged" else buffers + 1
     return block_m, block_n, block_qk, block_vo, num_warps, num_stages
@@ -170,7 +172,8 @@ def choose_config(problem: AttentionProblem, device: DeviceFacts) -> TritonConfi
         )
 
     slots = max(1, 2 * device.num_sms // problem.num_kv_heads)
-    min_tiles = max(1, MIN_SPLIT_TOKENS // block_n)
+    tokens = MIN_SPLIT_TOKENS if problem.batch == 1 else MIN_SPLIT_TOKENS_BATCHED
+    min_tiles = max(1, tokens // block_n)
     splits = min(_ceil_div(problem.kv_capacity, min_tiles * block_n), slots, most_splits)
     if splits <= 1 or problem.batch > MAX_SCANNED_REQUESTS or units >= slots * 4 * MOST_WAVES:
         return TritonConfig(schedule="direct", items=units, **tiles)
