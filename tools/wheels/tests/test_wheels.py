@@ -22,8 +22,11 @@ WHEELHOUSE = Path("tools/wheels/wheelhouse")
 NATIVE = {"kernels_sm80", "kernels_sm90", "kernels_sm100"}
 PURE = {"core", "planner", "policies", "flows", "bench"}
 FACADE = {"stream_attention/__init__.py", "stream_attention/reference.py"}
-# Imported only where a user has them: property tests of core's test kit, peers of a benchmark.
-OPTIONAL_IMPORTS: dict[str, set[str]] = {"core": {"hypothesis"}, "bench": {"flashinfer"}}
+# Imported only where a user has them: core's kit for tests of routes, peers of a benchmark.
+OPTIONAL_IMPORTS: dict[str, set[str]] = {
+    "core": {"hypothesis", "pytest"},
+    "bench": {"flashinfer"},
+}
 # Import names that differ from their distribution's.
 DISTRIBUTION_OF = {"absl": "absl-py"}
 
