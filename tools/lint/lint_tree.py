@@ -9,8 +9,6 @@ import xml.etree.ElementTree
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Made by the macro sa_sources() beside the sources.
-GENERATED = frozenset({"targets", "closure"})
 # Files of these kinds are text of ours. Programs that Bazel made have no suffix.
 SUFFIXES = frozenset(
     (".bazel", ".bzl", ".bzlmod", ".cfg", ".cu", ".cuh", ".h", ".in", ".ini", ".json", ".lock")
@@ -25,7 +23,8 @@ def sources(*suffixes: str) -> list[pathlib.Path]:
     found = []
     for path in pathlib.Path(".").rglob("*"):
         ours = path.suffix in SUFFIXES or path.name in BARE_NAMES
-        if path.is_file() and ours and path.name not in GENERATED:
+        # Bazel 4 lays other repositories below the folder "external".
+        if path.is_file() and ours and path.parts[0] != "external":
             if not suffixes or path.suffix in suffixes:
                 found.append(path)
     if not found:

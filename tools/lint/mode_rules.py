@@ -1,8 +1,8 @@
 """What both build modes know, and how to read Bazel's files without Bazel.
 
-BUILD and .bzl files of this tree are also Python as far as `ast` sees it. The tables
-were read from the public rules at the versions that MODULE.bazel pins; air-gapped mode's side is checked against the
-stand-ins themselves.
+BUILD and .bzl files of this tree are also Python as far as `ast` sees it. The tables were read from
+the public rules at the versions that MODULE.bazel pins; air-gapped mode's side is checked against
+the stand-ins themselves.
 """
 
 from __future__ import annotations
@@ -72,15 +72,23 @@ def loads(text: str) -> Iterator[tuple[str, str]]:
                 yield label, name
 
 
+def _value(node: ast.expr) -> object:
+    """A constant, or the source text of anything else."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)
+
+
 def calls(text: str) -> list[tuple[str, list[object], dict[str, object]]]:
-    """(function, positional, keywords) of each top-level call of a Bazel file, constants only."""
+    """(function, positional, keywords) of each top-level call of a Bazel file."""
     found = []
     for node in ast.parse(text).body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             call = node.value
             function = ast.unparse(call.func)
-            args = [ast.literal_eval(arg) for arg in call.args]
-            keywords = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+            args = [_value(arg) for arg in call.args]
+            keywords = {str(k.arg): _value(k.value) for k in call.keywords}
             found.append((function, args, keywords))
     return found
 

@@ -87,6 +87,8 @@ def main():
     plugin = BazelPlugin(None if None in reasons or not reasons else reasons[0])
     args = ["-ra", "--strict-markers", "--strict-config", "-p", "no:cacheprovider"]
     args += ["--import-mode=importlib", "--confcutdir=.", "--rootdir=.", "-c", os.devnull]
+    # A failed comparison is shown whole: often nobody can run it again where it failed.
+    args += ["-o", "verbosity_assertions=2", "-o", "xfail_strict=true"]
     args += [f"--basetemp={os.path.join(scratch, 'pytest')}"]
     if os.environ.get("XML_OUTPUT_FILE"):
         args += [f"--junitxml={os.environ['XML_OUTPUT_FILE']}", "-o", "junit_family=xunit1"]

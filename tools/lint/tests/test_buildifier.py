@@ -5,14 +5,6 @@ import lint_tree
 import pytest
 
 BUILD_FILES = (".bazel", ".bzl", ".bzlmod")
-# What buildifier would have, and why it is not done here.
-WARNINGS_OFF = ",".join(
-    f"-{name}"
-    for name in (
-        "module-docstring",  # BUILD files that are lists of targets say nothing more
-        "native-py",  # the stand-ins are the native rules
-    )
-)
 
 
 def program():
@@ -29,7 +21,7 @@ def tree(tmp_path_factory):
 
 def buildifier(folder, *args):
     done = subprocess.run(
-        [program(), "-r", *args, f"-warnings={WARNINGS_OFF}", "."],
+        [program(), "-r", *args, "."],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -18,7 +18,7 @@ FORBIDDEN = (
     ("a machine's path", re.compile(r"(?<![\w.$}/*-])/" + r"(?:work|root|home)/[\w.-]")),
     (
         "a registry's host",
-        re.compile(r"\b(?:py" + r"pi\.org|pythonhosted|npm" + r"js\.(?:org|com))"),
+        re.compile(r"\b(?:py" + r"pi\.org|python" + r"hosted|npm" + r"js\.(?:org|com))"),
     ),
     ("a registry's host", re.compile(r"\bdownload\.pytorch" + r"\.org|deb\." + r"debian\.org")),
     ("unfinished work", re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")),
