@@ -60,7 +60,7 @@ class PoolReader:
         self._copy = copy or pool.dtype != torch.float32
         self._heads = torch.arange(heads, device=pool.device).unsqueeze(1)
         self.bind(pool)
-        page, dim = pool.shape[1], pool.shape[3]
+        page, dim = max(1, pool.shape[1]), pool.shape[3]
         gathers = page < chunk_tokens
         tokens = max(1, chunk_tokens // page) * page if gathers else max(1, chunk_tokens)
         self._stage = self.pool.new_empty(tokens * heads * dim if gathers else 0)
