@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from absl import flags
 
@@ -68,22 +69,41 @@ class LengthsSerializer(flags.ArgumentSerializer):
         return str(value)
 
 
-def define_count(name: str, default: int | None, help_text: str, *, low: int, nearest: int) -> None:
-    """An int flag with a lower bound."""
-    flags.DEFINE(CountParser(low, nearest), name, default, help_text)
+@dataclass(frozen=True, slots=True)
+class FlagDefiner:
+    """Defines flags of these kinds in one `FlagValues`."""
 
+    values: flags.FlagValues
 
-def define_choice(
-    name: str,
-    default: str | None,
-    choices: Sequence[str],
-    help_text: str,
-    aliases: dict[str, str] | None = None,
-) -> None:
-    """A flag with a fixed set of values."""
-    flags.DEFINE(ChoiceParser(choices, aliases), name, default, help_text)
+    def count(
+        self, name: str, default: int | None, help_text: str, *, low: int, nearest: int
+    ) -> None:
+        """An int flag with a lower bound."""
+        flags.DEFINE(CountParser(low, nearest), name, default, help_text, self.values)
 
+    def choice(
+        self,
+        name: str,
+        default: str | None,
+        choices: Sequence[str],
+        help_text: str,
+        aliases: dict[str, str] | None = None,
+    ) -> None:
+        """A flag with a fixed set of values."""
+        flags.DEFINE(ChoiceParser(choices, aliases), name, default, help_text, self.values)
 
-def define_lengths(name: str, help_text: str) -> None:
-    """A flag for KV lengths."""
-    flags.DEFINE(LengthsParser(), name, None, help_text, serializer=LengthsSerializer())
+    def lengths(self, name: str, help_text: str) -> None:
+        """A flag for KV lengths."""
+        flags.DEFINE(LengthsParser(), name, None, help_text, self.values, LengthsSerializer())
+
+    def text(self, name: str, default: str | None, help_text: str) -> None:
+        """A flag for any text."""
+        flags.DEFINE_string(name, default, help_text, self.values)
+
+    def names(self, name: str, help_text: str) -> None:
+        """A flag for names separated by commas, none by default."""
+        flags.DEFINE_list(name, [], help_text, self.values)
+
+    def switch(self, name: str, default: bool, help_text: str) -> None:
+        """A flag that is on or off."""
+        flags.DEFINE_bool(name, default, help_text, self.values)

@@ -11,7 +11,6 @@ timed work. Exit status: 0; 1 when one of our own routes failed or was wrong; 2 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from stream_attention.bench.cases import SUITES, DecodeCase, default_suite
 from stream_attention.bench.floor import measure_read_curve
 from stream_attention.bench.lengths import uniform
 from stream_attention.bench.machine import environment
+from stream_attention.bench.output import output_path
 from stream_attention.bench.progress import reporter
 from stream_attention.bench.results import CaseResult, Run, write_json
 from stream_attention.bench.routes import missing_packages, route_contenders
@@ -47,11 +47,12 @@ SHAPE_FLAGS = (
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def define_flags() -> None:
-    """Register this binary's flags; called once, when the module runs or is first used."""
-    count, choice = flag_types.define_count, flag_types.define_choice
+def define_flags(values: flags.FlagValues) -> None:
+    """Register this binary's flags in `values`."""
+    define = flag_types.FlagDefiner(values)
+    count, choice = define.count, define.choice
     count("batch", None, "Requests (default 8).", low=1, nearest=8)
-    flag_types.define_lengths(
+    define.lengths(
         "lengths",
         "KV tokens a request: N, a comma list, lognormal:MEAN:SIGMA:SEED, skewed[:LONG:SHORT], "
         "range:LO:HI:SEED (default 4096).",
@@ -77,17 +78,17 @@ def define_flags() -> None:
     )
     choice("device", "auto", ("auto", "cpu", "cuda"), "Where to run.")
     choice("suite", None, tuple(SUITES), "A named list of cases, in place of the shape flags.")
-    flags.DEFINE_string("routes", "all", "Our routes: all, none, or names separated by commas.")
-    flags.DEFINE_string("peers", "all", "Peers: all, none, or names separated by commas.")
-    flags.DEFINE_list("contender_modules", [], "Modules to import that register more contenders.")
+    define.text("routes", "all", "Our routes: all, none, or names separated by commas.")
+    define.text("peers", "all", "Peers: all, none, or names separated by commas.")
+    define.names("contender_modules", "Modules to import that register more contenders.")
     count("replays", 25, "Samples a contender.", low=1, nearest=25)
     count("max_seconds", 2, "Limit on one contender's samples (CPU).", low=1, nearest=2)
     count("threads", None, "CPU threads (default: torch's).", low=1, nearest=2)
     count("seed", 0, "Seed of the random inputs.", low=0, nearest=0)
-    flags.DEFINE_bool("check", True, "Check every row against the fp64 oracle.")
-    flags.DEFINE_bool("eager", False, "CUDA: time eager launches in place of graph replay.")
-    flags.DEFINE_bool("warm", False, "One pool over and over, in place of a cold rotation.")
-    flags.DEFINE_string("json", None, "Write raw samples and environment to this file.")
+    define.switch("check", True, "Check every row against the fp64 oracle.")
+    define.switch("eager", False, "CUDA: time eager launches in place of graph replay.")
+    define.switch("warm", False, "One pool over and over, in place of a cold rotation.")
+    define.text("json", None, "Write raw samples and environment to this file.")
 
 
 def chosen_device(name: str) -> torch.device:
@@ -145,16 +146,6 @@ def _names(text: str) -> tuple[str, ...] | None:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def output_path(text: str | None) -> Path | None:
-    """The JSON path; relative to where the user stands, also under `bazel run`."""
-    if text is None:
-        return None
-    path = Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."), text)
-    if not text or path.is_dir():
-        raise ValueError(f"--json={text!r}: must name a file; use paged_decode.json")
-    return path
-
-
 def run_all(
     cases: Sequence[DecodeCase],
     contenders: Sequence[contenders_lib.Contender],
@@ -194,41 +185,43 @@ def run_all(
     return run
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
     """Parse, run, print; gives the exit status."""
     try:
         if len(argv) > 1:
             raise ValueError(
                 f"argument {argv[1]!r}: only flags are taken, as --name=value; use --help"
             )
-        if FLAGS.threads is not None:
-            torch.set_num_threads(FLAGS.threads)
-        device = chosen_device(FLAGS.device)
-        shape = {name: getattr(FLAGS, name) for name in SHAPE_FLAGS}
-        cases = chosen_cases(shape, FLAGS.suite, device.type)
-        path = output_path(FLAGS.json)
-        contenders, missing = chosen_contenders(FLAGS.routes, FLAGS.peers, FLAGS.contender_modules)
+        if values.threads is not None:
+            torch.set_num_threads(values.threads)
+        device = chosen_device(values.device)
+        shape = {name: getattr(values, name) for name in SHAPE_FLAGS}
+        cases = chosen_cases(shape, values.suite, device.type)
+        path = output_path(values.json)
+        contenders, missing = chosen_contenders(
+            values.routes, values.peers, values.contender_modules
+        )
     except ValueError as error:
         print(f"paged_decode: {error}", file=sys.stderr)
         return 2
     settings = Settings(
-        replays=FLAGS.replays,
-        cold=not FLAGS.warm,
-        graph=not FLAGS.eager,
-        check=FLAGS.check,
-        seed=FLAGS.seed,
-        max_seconds=float(FLAGS.max_seconds),
+        replays=values.replays,
+        cold=not values.warm,
+        graph=not values.eager,
+        check=values.check,
+        seed=values.seed,
+        max_seconds=float(values.max_seconds),
     )
     options = {
-        "suite": FLAGS.suite,
-        "routes": FLAGS.routes,
-        "peers": FLAGS.peers,
-        "replays": FLAGS.replays,
-        "eager": FLAGS.eager,
-        "warm": FLAGS.warm,
-        "check": FLAGS.check,
-        "seed": FLAGS.seed,
-        "max_seconds": FLAGS.max_seconds,
+        "suite": values.suite,
+        "routes": values.routes,
+        "peers": values.peers,
+        "replays": values.replays,
+        "eager": values.eager,
+        "warm": values.warm,
+        "check": values.check,
+        "seed": values.seed,
+        "max_seconds": values.max_seconds,
     }
     run = run_all(cases, contenders, missing, device, settings, options, path)
     return exit_status(run)
@@ -241,5 +234,5 @@ def exit_status(run: Run) -> int:
 
 
 if __name__ == "__main__":
-    define_flags()
+    define_flags(FLAGS)
     app.run(main)

@@ -13,6 +13,7 @@ from stream_attention.bench.check import Check
 from stream_attention.bench.floor import ReadCurve, ReadPoint
 from stream_attention.bench.lengths import Lengths
 from stream_attention.bench.machine import Environment
+from stream_attention.bench.output import write_text
 from stream_attention.bench.timing import Timing
 
 SCHEMA = "stream_attention.bench.paged_decode/1"
@@ -158,8 +159,5 @@ def _row(data: dict[str, Any]) -> Row:
 
 
 def write_json(run: Run, path: Path) -> None:
-    """Write beside the target and rename, so that a file is whole or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.part")
-    draft.write_text(json.dumps(to_json(run), indent=1) + "\n")
-    draft.replace(path)
+    """Write `to_json(run)` to `path`."""
+    write_text(path, json.dumps(to_json(run), indent=1) + "\n")

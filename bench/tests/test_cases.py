@@ -1,0 +1,109 @@
+"""Cases are data: lengths parse and print, suites build to the bytes that the design states."""
+
+import pytest
+
+from stream_attention.bench.cases import SUITES, DecodeCase, default_suite
+from stream_attention.bench.formulas import MIB
+from stream_attention.bench.lengths import Lengths, parse_lengths, uniform
+
+# (batch, tokens, heads, dim, layout) → MiB of KV in the design's decode table.
+TABLE_MIB = [16, 128, 256, 2048, 2048, 512, 32, 256, 1024, 16, 64, 128, 512, 16, 128, 8, 64, 256]
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "lengths"),
+    [
+        ("4096", 2, (4096, 4096)),
+        ("3,0,7", 3, (3, 0, 7)),
+        ("skewed", 3, (65536, 512, 512)),
+        ("skewed:9:2", 2, (9, 2)),
+        ("range:5:5:1", 2, (5, 5)),
+    ],
+)
+def test_lengths_draw_what_they_say(text, batch, lengths):
+    assert parse_lengths(text).draw(batch) == lengths
+
+
+@pytest.mark.parametrize("text", ["4096", "3,0,7", "skewed", "skewed:9:2", "lognormal:100:0.5:3"])
+def test_lengths_print_as_they_are_written(text):
+    assert str(parse_lengths(text)) == text
+
+
+def test_lognormal_keeps_its_mean_and_its_seed():
+    drawn = parse_lengths("lognormal:1000:1.0:7").draw(64)
+    assert abs(sum(drawn) - 64000) <= 64
+    assert max(drawn) > 3 * min(drawn)
+    assert drawn == parse_lengths("lognormal:1000:1.0:7").draw(64)
+    assert drawn != parse_lengths("lognormal:1000:1.0:8").draw(64)
+
+
+def test_range_stays_in_its_bounds():
+    drawn = parse_lengths("range:300:900:0").draw(200)
+    assert 300 <= min(drawn) < 320 and 880 < max(drawn) <= 900
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must be one of: N, a comma list"),
+        ("many", r"must be one of: .*; use (range|lognormal|skewed)"),
+        ("lognorm:3:1:0", "use lognormal"),
+        (
+            "lognormal:3:1",
+            "lognormal takes MEAN:SIGMA:SEED, got 2 fields; use lognormal:4608:1.0:0",
+        ),
+        ("lognormal:3:nan:0", "SIGMA=nan must be in 0..2147483647; use 0"),
+        ("range:9:3:0", "LO=9 must be at most HI=3; use range:3:9:0"),
+        ("range:a:3:0", "range: LO='a' must be an int; use 1"),
+        ("-4", r"-4 must be in 0\.\.2147483647; use 0"),
+        ("3,x", "'x' is not an int; use 4096"),
+    ],
+)
+def test_bad_lengths_name_rule_and_nearest(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_lengths(text)
+
+
+def test_a_list_must_fit_the_batch():
+    with pytest.raises(ValueError, match=r"lengths=1,2: has 2 values.*batch=3; use --batch=2"):
+        DecodeCase(batch=3, lengths=parse_lengths("1,2"))
+
+
+def test_performance_suite_has_the_stated_bytes():
+    cases = SUITES["performance_decode"]
+    assert [case.kv_bytes / MIB for case in cases[:18]] == TABLE_MIB
+    twins = [case for case in cases[:18] if (case.num_qo_heads, case.num_kv_heads) == (16, 2)]
+    assert [case.kv_bytes for case in cases[18:]] == [case.kv_bytes for case in twins]
+    assert {case.layout for case in cases[18:]} == {"NHD"}
+
+
+def test_ragged_suite_has_the_stated_bytes():
+    mib = [case.kv_bytes / MIB for case in SUITES["ragged"]]
+    assert mib == pytest.approx([1152, 318, 551, 20.6], rel=2e-3)
+    assert [case.q_len for case in SUITES["ragged"]] == [1, 1, 5, 1]
+
+
+def test_headline_is_the_goals_cpu_case():
+    (case,) = SUITES["cpu_headline"]
+    assert case.name == "B8 N8K 32/8 D128 NHD fp32"
+    assert case.kv_bytes == 512 * MIB
+
+
+def test_default_suites_exist():
+    assert default_suite("cpu") == "small_cpu" and default_suite("cuda") == "small_cuda"
+    assert {"small_cpu", "small_cuda"} <= set(SUITES)
+
+
+def test_case_repr_evaluates_back():
+    case = DecodeCase(batch=2, lengths=uniform(5), layout="HND")
+    assert eval(repr(case), {"DecodeCase": DecodeCase, "Lengths": Lengths}) == case
+
+
+def test_bad_case_reports_every_rule():
+    with pytest.raises(ValueError, match="4 faults") as caught:
+        DecodeCase(batch=0, lengths=uniform(4), num_qo_heads=30, head_dim=513, dtype="float64")
+    text = str(caught.value)
+    assert "batch=0: must be an int >= 1; use 1" in text
+    assert "must be a multiple of num_kv_heads; use 24" in text
+    assert "head_dim=513: must be an int in 1..512; use 512" in text
+    assert "dtype='float64': must be one of" in text

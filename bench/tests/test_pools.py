@@ -1,0 +1,94 @@
+"""Pools hold random tokens where requests have them, and poison everywhere else."""
+
+import pytest
+import torch
+
+from stream_attention.bench import pools
+from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.lengths import parse_lengths, uniform
+from stream_attention.core.describe import describe
+from stream_attention.core.validate import validate
+
+CPU = torch.device("cpu")
+RAGGED = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 8, "page_size": 4, "dtype": "float32"}
+
+
+def token_slots(pool):
+    """The loop that a page table means: (page, slot) of each token."""
+    size = pool.case.page_size
+    for request, tokens in enumerate(pool.kv_lens):
+        for position in range(tokens):
+            yield int(pool.cache.page_table[request, position // size]), position % size
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_tokens_are_random_and_every_other_slot_is_poison(layout):
+    case = DecodeCase(batch=4, lengths=parse_lengths("9,0,4,1"), layout=layout, **RAGGED)
+    pool = pools.build_pool(case, CPU, seed=3)
+    used = set(token_slots(pool))
+    assert len(used) == 14  # shuffled pages, shared by nobody
+    for tensor in (pool.cache.key, pool.cache.value):
+        rows = tensor if layout == "NHD" else tensor.transpose(1, 2)
+        for page in range(rows.shape[0]):
+            for slot in range(4):
+                finite = rows[page, slot].isfinite()
+                assert finite.all() if (page, slot) in used else not finite.any(), (page, slot)
+        live = torch.stack([rows[page, slot] for page, slot in used])
+        assert 0.7 < live.std() < 1.3 and live.abs().min() > 0
+
+
+def test_fill_unused_changes_no_token():
+    case = DecodeCase(batch=2, lengths=parse_lengths("5,3"), **RAGGED)
+    pool = pools.build_pool(case, CPU, seed=0)
+    before = [pool.cache.key[page, slot].clone() for page, slot in token_slots(pool)]
+    pool.fill_unused(1000.0)
+    after = [pool.cache.key[page, slot] for page, slot in token_slots(pool)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert pool.cache.key.isfinite().all()
+    assert int((pool.cache.key == 1000.0).sum()) == pool.cache.key.numel() - 8 * 2 * 8
+
+
+def test_pages_are_shuffled_and_ids_past_a_request_are_out_of_the_pool():
+    case = DecodeCase(batch=2, lengths=parse_lengths("200,4"), **RAGGED)
+    pool = pools.build_pool(case, CPU, seed=0)
+    row = pool.cache.page_table[0, :50].tolist()
+    assert row != sorted(row)
+    assert (pool.cache.page_table[1, 1:] == 2**30).all()
+
+
+def test_pools_pass_the_projects_own_validation():
+    case = DecodeCase(batch=3, lengths=parse_lengths("9,0,4"), **RAGGED)
+    pool = pools.build_pool(case, CPU, seed=0)
+    validate(describe(pool.q, pool.cache))
+
+
+def test_pools_of_a_rotation_differ_and_repeat_for_a_seed():
+    case = DecodeCase(batch=1, lengths=uniform(8), **RAGGED)
+    first, second = (pools.build_pool(case, CPU, seed=seed) for seed in (0, 1))
+    assert not torch.equal(first.q, second.q)
+    assert torch.equal(first.q, pools.build_pool(case, CPU, seed=0).q)
+
+
+def test_pool_bytes_are_the_storage():
+    case = DecodeCase(batch=2, lengths=parse_lengths("9,4"), **RAGGED)
+    pool = pools.build_pool(case, CPU, seed=0)
+    assert pools.pool_bytes(case) == pool.cache.key.nbytes + pool.cache.value.nbytes
+
+
+def test_a_rotation_exceeds_the_cache(monkeypatch):
+    monkeypatch.setattr(pools, "cold_rotation_bytes", lambda device: 10_000)
+    case = DecodeCase(batch=1, lengths=uniform(8), **RAGGED)  # 1024 bytes of KV
+    assert case.kv_bytes == 1024
+    assert pools.num_pools(case, CPU) == 10
+    assert pools.num_pools(case, CPU, cold=False) == 1
+    monkeypatch.setattr(pools, "cold_rotation_bytes", lambda device: 10)
+    assert pools.num_pools(case, CPU) == 2
+
+
+def test_too_large_a_case_says_what_would_fit(monkeypatch):
+    monkeypatch.setattr(pools, "available_bytes", lambda device: 2**30)
+    case = DecodeCase(batch=2, lengths=uniform(2**20))
+    with pytest.raises(
+        pools.NotEnoughMemory, match=r"lengths='1048576': .*free on cpu; use at most"
+    ):
+        pools.build_pools(case, CPU)
