@@ -223,6 +223,8 @@ class PlainLaunch:
         empty = (largest == -math.inf).squeeze(-1)
         if fault != "empty row is NaN":
             largest = torch.where(largest == -math.inf, 0.0, largest)
+        if sink is not None:
+            largest = torch.maximum(largest, sink.unsqueeze(-1))  # keeps exp(sink) in range
         weights = torch.exp(scores - largest)
         total = weights.sum(-1)
         if sink is not None:
