@@ -75,6 +75,21 @@ def _form_reason(record: AttentionRecord, forms: tuple[str, ...]) -> str:
     return "has no differentiable form; use stream_attention.attention"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ById:
+    """A hashable handle of an object: equal for the same object, which it keeps, so that the id of
+    one that is gone cannot be taken for another's.
+    """
+
+    held: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
 class Rankings:
     """A bounded, thread-safe memory of `rank`: problem, device and registry state to ranking."""
 
@@ -91,7 +106,7 @@ class Rankings:
         forms: tuple[str, ...] = ("build",),
     ) -> Ranking:
         registry.attention_records()  # discovery first: it moves the version
-        key = (problem, device, registry.version, forms)
+        key = (problem, device, ById(registry), registry.version, forms)
         with self._lock:
             found = self._known.get(key)
             if found is not None:

@@ -13,7 +13,7 @@ from stream_attention.core.device import device_facts
 from stream_attention.core.info import AttentionInfo
 from stream_attention.core.registry import Registry, default_registry
 from stream_attention.core.tile_plan import AttentionTilePlan
-from stream_attention.planner.dispatch import Ranking, Rankings, build, home_of
+from stream_attention.planner.dispatch import ById, Ranking, Rankings, build, home_of
 from stream_attention.planner.engine import checked
 from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity, decide
 from stream_attention.planner.plan_cache import CachedPlan, PlanCache, plan_key
@@ -73,7 +73,8 @@ def serve(
         keep = keep and not in_capture
         if keep:
             stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-            key = plan_key(described, stream, id(registry), registry.version, decision.reason, pick)
+            handle = ById(registry)
+            key = plan_key(described, stream, handle, registry.version, decision.reason, pick)
             plan = plans.take(key)
         if plan is None:
             tile_plan = AttentionTilePlan.for_problem(problem)
