@@ -1,0 +1,153 @@
+"""The command: flags and their errors, a tiny run from end to end, its exit status."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from absl import flags
+
+from stream_attention.bench import paged_decode, results
+from stream_attention.bench.cases import SUITES
+from stream_attention.bench.results import Row
+
+TINY = ["--batch=2", "--lengths=40,17", "--num_qo_heads=4", "--num_kv_heads=2", "--head_dim=16"]
+QUICK = ["--device=cpu", "--warm", "--replays=3"]
+
+
+def parsed(*arguments):
+    values = flags.FlagValues()
+    paged_decode.define_flags(values)
+    rest = values(["paged_decode", *arguments])
+    return rest, values
+
+
+def run(capsys, *arguments):
+    rest, values = parsed(*arguments)
+    status = paged_decode.main(rest, values)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--batch=0", r"flag --batch=0: must be an int >= 1; use 1"),
+        ("--batch=many", r"flag --batch=many: must be an int >= 1; use 8"),
+        ("--page_size=-1", r"flag --page_size=-1: must be an int >= 1; use 1"),
+        ("--layout=nhd", r"flag --layout=nhd: must be one of NHD, HND; use NHD"),
+        ("--dtype=bf17", r"flag --dtype=bf17: must be one of .*; use bf16"),
+        ("--lengths=skew", r"flag --lengths=skew: must be one of: .*; use skewed"),
+        ("--suite=raged", r"flag --suite=raged: must be one of .*; use ragged"),
+    ],
+)
+def test_a_bad_flag_names_flag_value_rule_and_nearest(argument, message):
+    with pytest.raises(flags.IllegalFlagValueError, match=message):
+        parsed(argument)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num_qo_heads=30"], "must be a multiple of num_kv_heads; use 24"),
+        (["--batch=3", "--lengths=1,2"], "has 2 values, one a request is needed for batch=3"),
+        (["--suite=ragged", "--head_dim=64"], "so --head_dim cannot be given too"),
+        (["--routes=torhc"], "--routes='torhc': must be 'all', 'none' or names out of"),
+        (["--routes=none", "--peers=none"], "nothing to run; use --routes=all"),
+        (["extra"], "argument 'extra': only flags are taken"),
+        (["--json="], "--json='': must name a file"),
+    ],
+)
+def test_a_bad_combination_is_one_line_and_status_2(capsys, arguments, message):
+    status, out, err = run(capsys, "--device=cpu", *arguments)
+    assert status == 2 and out == ""
+    assert message in err and err.startswith("paged_decode: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_cuda_without_a_device_is_refused(capsys):
+    status, _, err = run(capsys, "--device=cuda")
+    assert (
+        status == 2 and "--device=cuda: no CUDA device is available to torch here; use cpu" in err
+    )
+
+
+def test_shape_flags_make_one_case_with_defaults_of_the_device():
+    empty = dict.fromkeys(paged_decode.SHAPE_FLAGS)
+    (case,) = paged_decode.chosen_cases({**empty, "head_dim": 64}, None, "cuda")
+    assert (case.name, case.num_rows) == ("B8 N4K 32/8 D64 NHD bf16", 8)
+    (case,) = paged_decode.chosen_cases({**empty, "page_size": 1}, None, "cpu")
+    assert case.dtype == "float32" and case.page_size == 1
+    assert paged_decode.chosen_cases(empty, None, "cpu") == SUITES["small_cpu"]
+    assert paged_decode.chosen_cases(empty, "ragged", "cpu") == SUITES["ragged"]
+
+
+def test_a_list_of_lengths_sets_the_batch():
+    _, values = parsed("--lengths=5,6,7")
+    shape = {name: getattr(values, name) for name in paged_decode.SHAPE_FLAGS}
+    (case,) = paged_decode.chosen_cases(shape, None, "cpu")
+    assert case.batch == 3 and case.kv_lens == (5, 6, 7)
+
+
+def test_a_tiny_run_times_routes_and_peers_and_writes_samples(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+    status, out, err = run(capsys, *QUICK, *TINY, "--json=run.json")
+    assert status == 0, out + err
+    assert "floor   plain read:" in out and "commit " in out
+    assert "(1/1) B2 40,17 4/2 D16 NHD fp32" in err
+    found = results.from_json(json.loads((tmp_path / "run.json").read_text()))
+    (case,) = found.cases
+    rows = {row.contender: row for row in case.rows}
+    for name in ("torch", "engine", "sdpa_gather", "sdpa_gather_packed"):
+        assert rows[name].outcome == "ok", rows[name]
+        assert rows[name].timing.n == 3 and rows[name].check.rows_checked == 2
+        assert name in out
+    assert rows["triton"].outcome == "unsupported"
+    assert rows["engine"].note == "torch"
+    assert found.settings["replays"] == 3 and found.environment.threads == torch.get_num_threads()
+
+
+def test_named_routes_and_peers_only(capsys, tmp_path):
+    path = tmp_path / "run.json"
+    status, _, _ = run(
+        capsys, *QUICK, *TINY, "--routes=torch", "--peers=none", "--nocheck", f"--json={path}"
+    )
+    (case,) = results.from_json(json.loads(path.read_text())).cases
+    assert status == 0
+    assert [row.contender for row in case.rows] == ["torch"] and case.rows[0].check is None
+
+
+def test_only_our_own_broken_routes_fail_the_run():
+    class Fake:
+        def __init__(self, *rows):
+            self.cases = (self,)
+            self.rows = rows
+
+    broken = ("failed", ("why",))
+    assert paged_decode.exit_status(Fake(Row("a", "peer", *broken))) == 0
+    assert paged_decode.exit_status(Fake(Row("a", "route", "unsupported", ("why",)))) == 0
+    assert paged_decode.exit_status(Fake(Row("a", "route", *broken))) == 1
+    assert paged_decode.exit_status(Fake(Row("a", "route", "wrong", ("why",)))) == 1
+
+
+def test_the_module_runs_as_a_program_without_matplotlib():
+    program = (
+        "import sys; import stream_attention.bench.paged_decode, stream_attention.bench.host_cost; "
+        "assert 'matplotlib' not in sys.modules and 'triton' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=child_environment())
+    done = subprocess.run(
+        [sys.executable, "-m", "stream_attention.bench.paged_decode", "--batch=0"],
+        capture_output=True,
+        text=True,
+        env=child_environment(),
+    )
+    assert done.returncode == 1
+    assert "flag --batch=0: must be an int >= 1; use 1" in done.stderr
+
+
+def child_environment():
+    import os
+
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}

@@ -1,0 +1,175 @@
+"""Tables and JSON: what is printed is what was measured, and a file reads back equal."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from stream_attention.bench import report, results
+from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.check import Check
+from stream_attention.bench.floor import ReadCurve, ReadPoint
+from stream_attention.bench.lengths import parse_lengths
+from stream_attention.bench.machine import Environment
+from stream_attention.bench.results import CaseResult, Row, Run
+from stream_attention.bench.timing import Timing
+
+CASE = DecodeCase(batch=2, lengths=parse_lengths("lognormal:64:0.5:1"), dtype="float32")
+CHECK = Check(True, 1e-7, 2e-6, 1e-8, 1e-7, 2, 2)
+ENVIRONMENT = Environment(
+    device="Some CPU",
+    device_type="cpu",
+    arch="cpu",
+    cache_bytes=32 << 20,
+    threads=2,
+    cpu="Some CPU",
+    driver=None,
+    cuda=None,
+    python="3.11.0",
+    torch="2.13.0",
+    triton=None,
+    flashinfer=None,
+    commit=None,
+    command="paged_decode.py --batch=2",
+)
+
+
+def timing(us):
+    return Timing((us * 0.9, us, us * 1.1), "cpu_cold", 1, 2)
+
+
+def result(*rows, **fields):
+    facts = {
+        "case": CASE,
+        "kv_bytes": 2 << 20,
+        "moved_bytes": 2_000_000,
+        "flops": 10,
+        "floor_us": 50.0,
+        "rotation_bytes": 64 << 20,
+        "cold": True,
+    }
+    return CaseResult(**{**facts, **fields}, rows=rows)
+
+
+ROWS = (
+    Row("ours", "route", "ok", (), timing(100.0), CHECK, 3 << 20, "2 splits"),
+    Row("gather", "peer", "ok", (), timing(250.0), CHECK),
+    Row("other", "peer", "ok", (), timing(400.0), None),
+    Row("broken", "peer", "failed", ("RuntimeError: no luck",)),
+    Row("liar", "peer", "wrong", ("max error 1",), check=CHECK),
+    Row("gpu_a", "peer", "unsupported", ("needs CUDA",)),
+    Row("gpu_b", "peer", "unsupported", ("needs CUDA",)),
+)
+
+
+def printed(found, width=report.FULL_WIDTH):
+    stream = io.StringIO()
+    report.print_case(Console(file=stream, width=width, highlight=False), found)
+    return stream.getvalue()
+
+
+def cells(text, name):
+    (line,) = [line for line in text.splitlines() if line.strip().startswith(f"{name} ")]
+    return line
+
+
+def test_ratios_use_medians_and_the_best_correct_peer():
+    found = result(*ROWS)
+    ours, gather, other = ROWS[:3]
+    assert found.best_peer() is gather
+    assert found.over_floor(ours) == pytest.approx(2.0)
+    assert found.speed_up(ours) == pytest.approx(2.5)
+    assert found.speed_up(other) == pytest.approx(0.625)
+    assert found.gb_per_s(ours) == pytest.approx(20.0)
+    assert result(ROWS[0], ROWS[3]).speed_up(ours) is None
+
+
+def test_table_shows_time_floor_speed_up_error_memory_and_outcome():
+    line = cells(printed(result(*ROWS)), "ours")
+    shown = ("ours (2 splits)", "100 [94.0 – 106] us", " 3 ", "2.00", "20.0", "2.50 ×")
+    assert all(text in line for text in (*shown, "1.0e-07 / 2.0e-06", "3.0", "ok")), line
+
+
+def test_losing_rows_stay_with_their_reasons():
+    text = printed(result(*ROWS))
+    assert cells(text, "broken").rstrip().endswith("failed")
+    assert cells(text, "liar").rstrip().endswith("wrong")
+    assert "broken: failed: RuntimeError: no luck" in text
+    assert "gpu_a, gpu_b: unsupported: needs CUDA" in text
+
+
+def test_a_narrow_terminal_keeps_time_and_outcome():
+    text = printed(result(*ROWS), width=90)
+    assert "100 [94.0 – 106] us" in text and "error / bound" not in text
+
+
+def test_method_and_checked_rows_are_stated():
+    text = printed(result(*ROWS))
+    assert "method: wall clock, cold L3, 64 MiB of KV in rotation" in text
+    assert "checked against the fp64 oracle: 2 of 2 rows" in text
+    assert "too small to leave the cache" not in text
+    assert "too small to leave the cache" in printed(result(*ROWS, cold=False))
+
+
+def test_a_skipped_case_says_why():
+    text = printed(result(skipped="does not fit"))
+    assert f"{CASE.name}: skipped: does not fit" in text
+
+
+@pytest.mark.parametrize(
+    ("us", "text"),
+    [
+        (0.936, "0.94 us"),
+        (12.54, "12.5 us"),
+        (470.4, "470 us"),
+        (1234.0, "1.23 ms"),
+        (2e6, "2.00 s"),
+    ],
+)
+def test_times_have_three_digits_and_a_unit(us, text):
+    assert report.format_us(us) == text
+
+
+def full_run():
+    curve = ReadCurve((ReadPoint(1 << 20, 2.0, "sum"), ReadPoint(4 << 20, 3.0, "max")), "cpu_cold")
+    cases = (result(*ROWS), result(skipped="does not fit"))
+    return Run(ENVIRONMENT, {"seed": 0}, curve, cases, {"kernels_sm90": "not installed"})
+
+
+def test_json_reads_back_equal_and_keeps_raw_samples(tmp_path):
+    path = tmp_path / "deep" / "run.json"
+    results.write_json(full_run(), path)
+    data = json.loads(path.read_text())
+    assert results.from_json(data) == full_run()
+    row = data["cases"][0]["rows"][0]
+    assert row["timing"]["samples_us"] == [90.0, 100.0, pytest.approx(110.0)]
+    assert row["derived"]["n"] == 3 and row["derived"]["speed_up_vs_best_peer"] == 2.5
+    assert data["cases"][0]["name"] == CASE.name
+    assert [entry.name for entry in path.parent.iterdir()] == ["run.json"]
+
+
+def test_another_schema_is_refused():
+    data = results.to_json(full_run())
+    with pytest.raises(ValueError, match=r"schema='x': must be 'stream_attention"):
+        results.from_json({**data, "schema": "x"})
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reasons", "message"),
+    [
+        ("odd", (), "outcome='odd': must be one of ok, unsupported, failed, wrong"),
+        ("ok", ("why",), "every outcome but ok gives a reason"),
+        ("failed", (), "every outcome but ok gives a reason"),
+    ],
+)
+def test_a_row_has_a_known_outcome_and_a_reason_unless_ok(outcome, reasons, message):
+    with pytest.raises(ValueError, match=message):
+        Row("name", "peer", outcome, reasons)
+
+
+def test_header_names_device_versions_commit_and_command():
+    text = "\n".join(ENVIRONMENT.lines())
+    assert "Some CPU, 2 threads, L3 32 MiB" in text
+    assert "python 3.11.0, torch 2.13.0" in text and "triton" not in text
+    assert "commit  unknown" in text and "command paged_decode.py --batch=2" in text
