@@ -27,6 +27,16 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = Fals
     return out.transpose(1, 2)
 
 
+def plain_grads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Gradients of `mean(out²)` by q and k through PyTorch's attention in `dtype`, in fp32."""
+    q, k, v = (t.detach().to(dtype).transpose(1, 2).requires_grad_() for t in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out.square().mean().backward()
+    return [t.grad.float().transpose(1, 2) for t in (q, k)]
+
+
 def test_one_shot_decode_over_contiguous_caches() -> None:
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     q = torch.randn(4, 1, 16, 64, device=DEVICE, dtype=dtype)
@@ -125,10 +135,9 @@ def test_prefill_and_train_over_compact_kv_heads() -> None:
     torch.testing.assert_close(prefill_output.float(), want, atol=2e-3, rtol=2e-2)
     torch.testing.assert_close(output.detach().float(), want, atol=2e-3, rtol=2e-2)
 
-    q32, k32 = (t.detach().float().requires_grad_() for t in (q, k))
-    heads_first = (t.transpose(1, 2) for t in (q32, k32, v.float()))
-    out32 = scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
-    out32.square().mean().backward()
-    for got, reference in ((q.grad, q32.grad), (k.grad, k32.grad)):
-        error = (got.float() - reference).norm() / reference.norm()
-        assert error < 0.05, error
+    # The gradient of a mean over 2^20 values is subnormal in fp16, so PyTorch's own error is the
+    # measure: ours may round in another order, which we let cost half as much again.
+    exact = plain_grads(q, k, v, torch.float32)
+    rounded = plain_grads(q, k, v, torch.float16)
+    for got, want, same in zip((q.grad, k.grad), exact, rounded, strict=True):
+        assert (got.float() - want).norm() <= 1.5 * (same - want).norm() + 1e-3 * want.norm()
