@@ -14,6 +14,7 @@ PACKAGES = [
     "tools",
     "tools/airgap",
     "tools/buildifier",
+    "tools/ci",
     "tools/cuda",
     "tools/docs",
     "tools/lint",

@@ -10,7 +10,7 @@ import pathlib
 import lint_tree
 import pytest
 
-SKIPPED_FOLDERS = frozenset((".git", ".venv", "dist", "__pycache__", "node_modules"))
+SKIPPED_FOLDERS = frozenset(("dist", "__pycache__"))
 # Air-gapped stand-ins: repositories of their own, which .bazelignore keeps out of the tree.
 STAND_INS = "tools/airgap/rules_", "tools/airgap/remote_coverage_tools"
 
@@ -29,6 +29,7 @@ def walk(root):
             name
             for name in folders
             if name not in SKIPPED_FOLDERS
+            and (name == ".ci" or not name.startswith("."))
             and not name.endswith((".egg-info", "_cache"))
             and not (here == pathlib.Path(".") and name.startswith("bazel-"))
         ]
