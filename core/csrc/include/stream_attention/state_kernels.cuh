@@ -28,16 +28,15 @@ struct HostMemory {
   __host__ __device__ static float load_lse(const float* source) { return *source; }
 };
 
-// The chunk of kStatesInFlight lse values that starts at `first`; past the end counts as empty.
+// The lse of kStatesInFlight states: first, first + slices, .. Past the end counts as empty.
 template <class Memory>
 __host__ __device__ __forceinline__ void load_lse_chunk(
-    const StreamAttentionStateMergeParams& p, const float* lse_row, int first, int slices,
+    const float* source, int64_t step, int first, int slices, int num_states,
     float (&lse)[kStatesInFlight]) {
 #pragma unroll
   for (int i = 0; i < kStatesInFlight; ++i) {
-    const int s = first + i * slices;
-    lse[i] = s < p.num_states ? Memory::load_lse(lse_row + s * p.lse_state_stride)
-                              : kNegativeInfinity;
+    lse[i] = first + i * slices < num_states ? Memory::load_lse(source + i * step)
+                                             : kNegativeInfinity;
   }
 }
 
@@ -47,23 +46,28 @@ __host__ __device__ __forceinline__ void accumulate_slice(
     const StreamAttentionStateMergeParams& p, const VectorPosition& position, int slice,
     int slices, OnlineState<kElements>& state) {
   constexpr int kBytes = kElements * dtype_bytes(kPartsDtype);
-  const char* row = static_cast<const char*>(p.out_parts) +
-                    (position.row * p.parts_row_stride + position.column) *
-                        dtype_bytes(kPartsDtype);
-  const int64_t state_bytes = p.parts_state_stride * dtype_bytes(kPartsDtype);
-  const float* lse_row = p.lse_parts + position.row * p.lse_row_stride;
+  // From one state of this slice to its next; 64-bit products once, additions in the loop.
+  const int64_t part_step = slices * p.parts_state_stride * dtype_bytes(kPartsDtype);
+  const int64_t lse_step = slices * p.lse_state_stride;
+  const char* part = static_cast<const char*>(p.out_parts) +
+                     (slice * p.parts_state_stride + position.row * p.parts_row_stride +
+                      position.column) *
+                         dtype_bytes(kPartsDtype);
+  const float* lse_source =
+      p.lse_parts + slice * p.lse_state_stride + position.row * p.lse_row_stride;
   float lse[kStatesInFlight];
-  load_lse_chunk<Memory>(p, lse_row, slice, slices, lse);
+  load_lse_chunk<Memory>(lse_source, lse_step, slice, slices, p.num_states, lse);
   for (int first = slice; first < p.num_states; first += slices * kStatesInFlight) {
     uint32_t words[kStatesInFlight][kWords<kPartsDtype, kElements>] = {};
 #pragma unroll
     for (int i = 0; i < kStatesInFlight; ++i) {
-      if (!is_empty(lse[i])) {
-        Memory::template load<kBytes>(row + (first + i * slices) * state_bytes, words[i]);
-      }
+      if (!is_empty(lse[i])) Memory::template load<kBytes>(part + i * part_step, words[i]);
     }
+    part += kStatesInFlight * part_step;
+    lse_source += kStatesInFlight * lse_step;
     float next[kStatesInFlight];
-    load_lse_chunk<Memory>(p, lse_row, first + slices * kStatesInFlight, slices, next);
+    load_lse_chunk<Memory>(lse_source, lse_step, first + slices * kStatesInFlight, slices,
+                           p.num_states, next);
     float chunk_max = kNegativeInfinity;
 #pragma unroll
     for (int i = 0; i < kStatesInFlight; ++i) chunk_max = fmaxf(chunk_max, lse[i]);
