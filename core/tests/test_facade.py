@@ -107,8 +107,7 @@ print(json.dumps(sorted(m for m in sys.modules if m.split(".")[0] == "triton")))
     assert json.loads(_python(code, PATH="", CC="", CXX="")) == []
 
 
-# The bound of the issue is 0.3 s over `import torch`. The best of five runs is taken, because the
-# machine runs other tests at the same time.
+# The bound is over `import torch`. One run of five must keep it: other tests run at the same time.
 IMPORT_SECONDS = 0.3
 TIMED = """
 import time, torch
@@ -120,4 +119,4 @@ print(time.perf_counter() - start)
 
 
 def test_import_takes_at_most_a_third_of_a_second_over_torch():
-    assert min(float(_python(TIMED)) for _ in range(5)) <= IMPORT_SECONDS
+    assert any(float(_python(TIMED)) <= IMPORT_SECONDS for _ in range(5))
