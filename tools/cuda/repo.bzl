@@ -119,7 +119,7 @@ def _find_pip(ctx):
     fail("no Python with pip; on Debian install python3-venv, or set STREAM_ATTENTION_PYTHON:\n  %s" %
          "\n  ".join(reasons))
 
-def _check(ctx, what, result):
+def _check(what, result):
     if result.return_code:
         fail("%s:\n%s%s" % (what, result.stdout, result.stderr))
 
@@ -130,7 +130,7 @@ def _cuda_repository_impl(ctx):
     python, pip = _find_pip(ctx)
     lock = ctx.path(ctx.attr.lock)
     ctx.report_progress("downloading the wheels of %s" % lock.basename)
-    _check(ctx, "pip could not download the wheels of " + lock.basename, ctx.execute(
+    _check("pip could not download the wheels of " + lock.basename, ctx.execute(
         pip + [
             "download",
             "--require-hashes",
@@ -147,10 +147,10 @@ def _cuda_repository_impl(ctx):
         timeout = 1800,
     ))
     for wheel in ctx.path("wheels").readdir():
-        _check(ctx, "cannot unpack %s" % wheel, ctx.execute([python, "-m", "zipfile", "-e", wheel, "."]))
+        _check("cannot unpack %s" % wheel, ctx.execute([python, "-m", "zipfile", "-e", wheel, "."]))
 
     # The wheels share one tree, whose root should be the repository's; zipfile drops the execute bits.
-    _check(ctx, "unexpected layout of the wheels", ctx.execute([
+    _check("unexpected layout of the wheels", ctx.execute([
         "sh",
         "-c",
         "mv nvidia/cu13/* . && chmod -R a+rx bin nvvm/bin && rm -rf wheels venv nvidia *.dist-info",

@@ -56,6 +56,9 @@ def sa_sources(name = "sources", include = ["**"]):
                 "**/.*_cache/**",
                 "**/*.egg-info/**",
                 "**/*.pyc",
+                # Copies of built libraries, for use without Bazel (//tools/cuda:stage_libraries).
+                "**/*.ptxas.txt",
+                "**/*.so",
                 "bazel-*/**",
                 "dist/**",
             ],
