@@ -12,8 +12,8 @@ from stream_attention.kernels_sm100.library import LIBRARY
 
 VECTOR_BYTES = (16, 32)
 # By elements a vector. A block has at most 256 threads: 64 registers let 4 such blocks reside on an
-# SM, with 4 loads in flight a thread. 32-byte vectors (8 fp32, 16 of 16 bits) get 80: 3 blocks, whose
-# loads in flight are still half as many bytes again.
+# SM, with 4 loads in flight a thread. 32-byte vectors (8 fp32, 16 of 16 bits) get 80: 3 blocks,
+# whose loads in flight are still half as many bytes again.
 MAX_REGISTERS = {1: 48, 4: 64, 8: 80, 16: 80}
 
 

@@ -1,6 +1,9 @@
 """State merges on a GPU of this package: against fp64, and what the contract asks of a launch."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -126,6 +129,32 @@ def test_captured_graph_follows_contents_changed_in_place(library, pair):
         graph.replay()
         torch.cuda.synchronize()
         tensors.check()
+
+
+FIRST_LAUNCH = """
+import torch
+from stream_attention.core.native_merge import MergeLaunch
+from stream_attention.core.testing.state_cases import StateCase
+from stream_attention.kernels_sm100.library import LIBRARY
+
+for pair in (False, True):
+    tensors = StateCase(num_states=2, rows=64, head_dim=64, pair=pair).build("cuda")
+    launch = MergeLaunch(LIBRARY, *tensors.arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch.run()
+    graph.replay()
+    torch.cuda.synchronize()
+    tensors.check()
+"""
+
+
+def test_first_launch_of_a_process_may_be_captured(library):
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    command = [sys.executable, "-c", FIRST_LAUNCH]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_runs_on_the_current_stream(library):

@@ -1,11 +1,13 @@
 """The shared library as a file: exports, embedded code, what it needs to load; and its record."""
 
+import ctypes
 import os
 import subprocess
 import sys
 
 import pytest
 
+from stream_attention.core import native
 from stream_attention.core.device import DeviceFacts
 from stream_attention.core.native import NativeLibrary, NativeLibraryError
 from stream_attention.core.registry import MergeProblem, Registry
@@ -26,9 +28,11 @@ EXPORTS = {
     "stream_attention_state_merge",
     "stream_attention_state_merge_geometry",
     "stream_attention_state_merge_host",
+    "stream_attention_state_merge_prepare",
     "stream_attention_state_pair",
     "stream_attention_state_pair_geometry",
     "stream_attention_state_pair_host",
+    "stream_attention_state_pair_prepare",
 }
 PROBLEM = MergeProblem(num_states=4, head_dim=64, part_dtype="float32", out_dtype="bfloat16")
 
@@ -88,6 +92,25 @@ def test_missing_library_is_a_reason_and_not_an_import_error():
 def test_file_that_is_no_library_is_a_reason():
     reason = NativeLibrary(LIBRARY.package, "capabilities.py").reason()
     assert "capabilities.py does not load" in reason
+
+
+def test_library_of_another_abi_is_a_reason(library, monkeypatch):
+    monkeypatch.setattr(native, "ABI_VERSION", native.ABI_VERSION + 1)
+    reason = NativeLibrary(library.package, library.file_name).reason()
+    assert f"has ABI {native.ABI_VERSION - 1}, this core needs {native.ABI_VERSION}" in reason
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_structure_of_another_size_is_a_reason(library, monkeypatch, code):
+    class Longer(ctypes.Structure):
+        _fields_ = [*native.STRUCTURES[code]._fields_, ("more", ctypes.c_int64)]
+
+    structures = list(native.STRUCTURES)
+    structures[code] = Longer
+    monkeypatch.setattr(native, "STRUCTURES", structures)
+    reason = NativeLibrary(library.package, library.file_name).reason()
+    size = ctypes.sizeof(Longer)
+    assert f"Longer takes {size - 8} bytes, this core has {size}" in reason
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (10, 3), (12, 0)])

@@ -238,6 +238,7 @@ def _declare(handle: Any) -> None:
         launch = getattr(handle, f"stream_attention_state_{kind}")
         launch.argtypes = (address, integer, pointer)
         launch.restype = integer
-        host = getattr(handle, f"stream_attention_state_{kind}_host")
-        host.argtypes = (address, integer)
-        host.restype = integer
+        for form in ("prepare", "host"):
+            function = getattr(handle, f"stream_attention_state_{kind}_{form}")
+            function.argtypes = (address, integer)
+            function.restype = integer

@@ -74,7 +74,7 @@ class MergeLaunch:
         lse: torch.Tensor | None = None,
         attn_sink: torch.Tensor | None = None,
     ) -> None:
-        """Point the launch at other tensors; a pair stays a pair."""
+        """Point the launch at other tensors and load its kernel; a pair stays a pair."""
         _check(out_parts, lse_parts, out, lse, attn_sink, self._is_pair)
         fill = _pair_params if self._is_pair else _merge_params
         params = fill(out_parts, lse_parts, out)
@@ -85,6 +85,11 @@ class MergeLaunch:
         facts = self._facts or device_facts(out.device)
         # Fails here, not at run time, where the kernel would refuse.
         self.geometry: MergeGeometry = self._library.geometry(params, facts.num_sms)
+        if out.is_cuda:
+            with torch.cuda.device(out.device):
+                name = self._name + "_prepare"
+                prepare = getattr(self._library.handle, name)
+                self._library.check(name, prepare(ctypes.byref(params), facts.num_sms))
         self._params = params
         self._reference = ctypes.byref(params)
         self._num_sms = facts.num_sms

@@ -197,7 +197,13 @@ def _kernel_packages() -> tuple[str, ...]:
         for module in pkgutil.iter_modules(stream_attention.__path__)
         if module.name.startswith("kernels_")
     }
-    return tuple(sorted(found))
+    # The latest architecture first: users take the first record that serves, and code of a GPU's
+    # own architecture goes before the PTX of an earlier one.
+    return tuple(sorted(found, key=lambda name: (-_arch_of(name), name)))
+
+
+def _arch_of(package: str) -> int:
+    return int("".join(filter(str.isdigit, package)) or 0)
 
 
 _DEFAULT = Registry()

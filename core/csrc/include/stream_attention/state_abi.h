@@ -133,6 +133,14 @@ STREAM_ATTENTION_EXPORT int32_t stream_attention_state_pair_geometry(
     const struct StreamAttentionStatePairParams* params, int32_t num_sms,
     struct StreamAttentionStateGeometry* geometry);
 
+// Loads the kernel that these parameters take onto the current device. CUDA loads code on first
+// use, which is not legal while a stream is captured: call this once before the first launch. It
+// also reports that the library has no code for the device.
+STREAM_ATTENTION_EXPORT int32_t stream_attention_state_merge_prepare(
+    const struct StreamAttentionStateMergeParams* params, int32_t num_sms);
+STREAM_ATTENTION_EXPORT int32_t stream_attention_state_pair_prepare(
+    const struct StreamAttentionStatePairParams* params, int32_t num_sms);
+
 // Enqueues the merge on `stream` (a cudaStream_t of the current device) and returns at once. No
 // allocation, no synchronisation, legal under stream capture.
 STREAM_ATTENTION_EXPORT int32_t stream_attention_state_merge(

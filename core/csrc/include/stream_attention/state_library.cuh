@@ -59,25 +59,56 @@ int enqueue(void (*kernel)(Params, StreamAttentionStateGeometry), const Params& 
   return static_cast<int>(error);
 }
 
-template <class Arch>
-int launch_merge(const StreamAttentionStateMergeParams& p, int num_sms, void* stream) {
+template <class Params>
+int load(void (*kernel)(Params, StreamAttentionStateGeometry)) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
+  return static_cast<int>(error);
+}
+
+// Calls use(kernel, geometry) with the kernel that the parameters take, unless there are no rows.
+template <class Arch, class Use>
+int with_merge_kernel(const StreamAttentionStateMergeParams& p, int num_sms, Use&& use) {
   StreamAttentionStateGeometry geometry;
   const int status = state_merge_geometry(p, num_sms, Arch::kMaxVectorBytes, &geometry);
   if (status != STREAM_ATTENTION_OK || geometry.grid == 0) return status;
   return dispatch<Arch>(p, geometry.vector_elements, [&](auto parts, auto out, auto elements) {
-    return enqueue<Arch>(state_merge_kernel<Arch, parts.value, out.value, elements.value>, p,
-                         geometry, stream);
+    return use(state_merge_kernel<Arch, parts.value, out.value, elements.value>, geometry);
+  });
+}
+
+template <class Arch, class Use>
+int with_pair_kernel(const StreamAttentionStatePairParams& p, int num_sms, Use&& use) {
+  StreamAttentionStateGeometry geometry;
+  const int status = state_pair_geometry(p, num_sms, Arch::kMaxVectorBytes, &geometry);
+  if (status != STREAM_ATTENTION_OK || geometry.grid == 0) return status;
+  return dispatch<Arch>(p, geometry.vector_elements, [&](auto parts, auto out, auto elements) {
+    return use(state_pair_kernel<Arch, parts.value, out.value, elements.value>, geometry);
+  });
+}
+
+template <class Arch>
+int prepare_merge(const StreamAttentionStateMergeParams& p, int num_sms) {
+  return with_merge_kernel<Arch>(p, num_sms, [](auto kernel, auto&) { return load(kernel); });
+}
+
+template <class Arch>
+int prepare_pair(const StreamAttentionStatePairParams& p, int num_sms) {
+  return with_pair_kernel<Arch>(p, num_sms, [](auto kernel, auto&) { return load(kernel); });
+}
+
+template <class Arch>
+int launch_merge(const StreamAttentionStateMergeParams& p, int num_sms, void* stream) {
+  return with_merge_kernel<Arch>(p, num_sms, [&](auto kernel, auto& geometry) {
+    return enqueue<Arch>(kernel, p, geometry, stream);
   });
 }
 
 template <class Arch>
 int launch_pair(const StreamAttentionStatePairParams& p, int num_sms, void* stream) {
-  StreamAttentionStateGeometry geometry;
-  const int status = state_pair_geometry(p, num_sms, Arch::kMaxVectorBytes, &geometry);
-  if (status != STREAM_ATTENTION_OK || geometry.grid == 0) return status;
-  return dispatch<Arch>(p, geometry.vector_elements, [&](auto parts, auto out, auto elements) {
-    return enqueue<Arch>(state_pair_kernel<Arch, parts.value, out.value, elements.value>, p,
-                         geometry, stream);
+  return with_pair_kernel<Arch>(p, num_sms, [&](auto kernel, auto& geometry) {
+    return enqueue<Arch>(kernel, p, geometry, stream);
   });
 }
 
@@ -163,6 +194,14 @@ inline int64_t params_bytes(int which) {
                                                StreamAttentionStateGeometry* geometry) {        \
     return stream_attention::state_pair_geometry(*params, num_sms, Arch::kMaxVectorBytes,       \
                                                  geometry);                                     \
+  }                                                                                             \
+  int32_t stream_attention_state_merge_prepare(const StreamAttentionStateMergeParams* params,   \
+                                               int32_t num_sms) {                               \
+    return stream_attention::prepare_merge<Arch>(*params, num_sms);                             \
+  }                                                                                             \
+  int32_t stream_attention_state_pair_prepare(const StreamAttentionStatePairParams* params,     \
+                                              int32_t num_sms) {                                \
+    return stream_attention::prepare_pair<Arch>(*params, num_sms);                              \
   }                                                                                             \
   int32_t stream_attention_state_merge(const StreamAttentionStateMergeParams* params,           \
                                        int32_t num_sms, void* stream) {                         \
