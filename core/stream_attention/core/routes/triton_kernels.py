@@ -455,7 +455,7 @@ def merge_splits(
     out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
     BLOCK_S: tl.constexpr, BLOCK_VO: tl.constexpr, HAS_SINK: tl.constexpr, STORE_LSE: tl.constexpr,
 ):  # fmt: skip
-    """out = Σ_s e^(lse_s - M) out_s / Z with Z = Σ_s e^(lse_s - M) + e^(sink - M); empty: 0, -inf."""
+    """out = Σ_s e^(lse_s - M) out_s / Z, Z = Σ_s e^(lse_s - M) + e^(sink - M); empty: 0, -inf."""
     row = tl.program_id(0)
     token = (row // num_heads).to(tl.int64)
     head = row % num_heads

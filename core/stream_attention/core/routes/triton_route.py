@@ -49,8 +49,8 @@ class TritonConfig:
 
     block_m: packed query rows a tile. block_n: KV tokens a tile. schedule: `"direct"`, `"even"`,
     `"scan"` or `"fixed"` (see the kernel). max_splits: partial states a row can have. slots:
-    programs a KV head that run at once. min_tiles: fewest tiles a split. chunk_tiles: tiles a split, `"fixed"` only.
-    items: programs a KV head on grid axis 0.
+    programs a KV head that run at once. min_tiles: fewest tiles a split. chunk_tiles: tiles a
+    split, `"fixed"` only. items: programs a KV head on grid axis 0.
     """
 
     block_m: int

@@ -1,0 +1,147 @@
+"""The Triton kernels compile for compute capability 8.0, 9.0 and 10.0 and fit their shared memory.
+
+No GPU is needed: Triton compiles ahead of time for a named target. The arguments are those that a
+launch of the route would pass, so the table of tiles is what is tested.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from stream_attention.core.device import DeviceFacts
+from stream_attention.core.routes import triton_kernels, triton_route
+from stream_attention.core.testing.checks import bind
+from stream_attention.core.testing.problems import Case, build
+
+# Shared memory that one program may use, in bytes.
+SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+REGISTER_LIMIT = 255
+
+_DECODE = Case(qo_lens=(1, 1), kv_lens=(600, 600), num_qo_heads=8, head_dim_qk=128, call="batch")
+
+
+def _case(**changes: Any) -> Case:
+    return dataclasses.replace(_DECODE, **changes)
+
+
+CASES = {
+    "decode_d128": _case(),
+    "decode_d64_fp8": _case(head_dim_qk=64, kv_dtype="float8_e4m3fn", kv_scales="head"),
+    "decode_d256_fp32": _case(head_dim_qk=256, dtype="float32"),
+    "decode_d512": _case(head_dim_qk=512, dtype="float16"),
+    "decode_d80_contiguous": _case(head_dim_qk=80, cache_kind="contiguous"),
+    "dims_192_128_window_cap_sink": _case(
+        head_dim_qk=192, head_dim_vo=128, window_left=9, logits_soft_cap=30.0, sink=1.0
+    ),
+    "one_request": _case(qo_lens=(1,), kv_lens=(4000,)),
+    "prefill_d128": _case(qo_lens=(200, 1), kv_lens=(600, 600), call="ragged"),
+    "prefill_d64_contiguous": _case(
+        qo_lens=(200, 200), head_dim_qk=64, cache_kind="contiguous", call="block"
+    ),
+    "prefill_d256": _case(qo_lens=(200, 1), head_dim_qk=256, call="ragged"),
+    "prefill_d512_fp32": _case(qo_lens=(40, 1), head_dim_qk=512, dtype="float32", call="ragged"),
+    "batch_invariant_not_causal": _case(causal=False, window_right=3, kv_lens=(3000, 40)),
+}
+INVARIANT = {"batch_invariant_not_causal"}
+
+_POINTER = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+}
+
+
+def _launch(name: str) -> triton_route.TritonLaunch:
+    built = build(CASES[name], 0)
+    described = bind(built, batch_invariant=name in INVARIANT)
+    device = DeviceFacts(type="cpu", num_sms=132)
+    return triton_route.TritonLaunch(described.problem, device, described.bound)
+
+
+def _compile(kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], capability: int) -> Any:
+    """What `kernel[grid](*args, **meta)` would compile on a device of that capability."""
+    meta = dict(meta)
+    options = {key: meta.pop(key) for key in ("num_warps", "num_stages") if key in meta}
+    names = kernel.arg_names
+    values = {**dict(zip(names, args, strict=False)), **meta}
+    not_specialized = set(kernel.do_not_specialize or ())
+    signature, constants, attributes = {}, {}, {}
+    for index, name in enumerate(names):
+        value = values[name]
+        if name in meta or value is None:
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = _POINTER[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1 and name not in not_specialized:
+            signature[name], constants[(index,)] = "constexpr", 1
+        else:
+            signature[name] = "i32"
+            if value % 16 == 0 and name not in not_specialized:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize("capability", sorted(SHARED_LIMIT))
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_attention_compiles_and_fits(name: str, capability: int) -> None:
+    launch = _launch(name)
+    compiled = _compile(
+        triton_kernels.attention_split, launch._split_args, launch._split_meta, capability
+    )
+    assert compiled.metadata.shared <= SHARED_LIMIT[capability]
+    ptx = compiled.asm["ptx"]
+    if "fp32" not in name:
+        assert "mma" in ptx, "the products do not use the tensor cores"
+    assert "v4.b32" in ptx or "cp.async.cg" in ptx, "K and V are not loaded 16 bytes at a time"
+
+
+@pytest.mark.parametrize("capability", sorted(SHARED_LIMIT))
+def test_schedule_and_merge_compile(capability: int) -> None:
+    launch = _launch("decode_d128")
+    assert launch.config.schedule == "scan"
+    for kernel, (args, meta) in (
+        (triton_kernels.schedule_splits, launch._schedule_args),
+        (triton_kernels.merge_splits, launch._merge_args),
+    ):
+        compiled = _compile(kernel, args, meta, capability)
+        assert compiled.metadata.shared <= SHARED_LIMIT[capability]
+
+
+def test_cases_cover_every_schedule() -> None:
+    assert {_launch(name).config.schedule for name in CASES} == {"direct", "even", "scan", "fixed"}
+
+
+def _specialization(name_of_case: Case) -> tuple[Any, ...]:
+    """What Triton's cache key holds of a launch: constants, and the class of every argument."""
+    described = bind(build(name_of_case, 0))
+    device = DeviceFacts(type="cpu", num_sms=132)
+    launch = triton_route.TritonLaunch(described.problem, device, described.bound)
+    free = set(triton_kernels.attention_split.do_not_specialize)
+    classes = []
+    pairs = zip(triton_kernels.attention_split.arg_names, launch._split_args, strict=False)
+    for name, value in pairs:
+        if isinstance(value, torch.Tensor) or value is None:
+            classes.append((name, None if value is None else value.dtype))
+        elif isinstance(value, int) and name not in free:
+            classes.append((name, value == 1, value % 16 == 0, value.bit_length() > 31))
+    return (tuple(classes), tuple(sorted(launch._split_meta.items())))
+
+
+def test_nothing_recompiles_when_batch_lengths_or_page_counts_change() -> None:
+    first = _specialization(_case(qo_lens=(1, 1), kv_lens=(1000, 4000)))
+    for lens, spare in (((900, 5000, 77), 0), ((2000,) * 16, 5), ((1500, 1111) * 10, 3)):
+        other = _case(qo_lens=(1,) * len(lens), kv_lens=lens, spare=spare)
+        assert _specialization(other) == first
