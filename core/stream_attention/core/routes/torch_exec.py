@@ -166,7 +166,7 @@ def run_group(call: Call, items: Items, tokens: int) -> None:
     query = bound.q.unflatten(1, (kv.num_kv_heads, group))[where]
     query = query.view(count, rows, heads, group, -1).transpose(1, 2)
     query = _scaled_query(call, query, pick).view(count * heads, rows * group, -1)
-    key = call.key.tiles(page, slot, head).view(count * heads, tokens, -1)
+    key = call.key.tiles(page, slot, head)
     scores = cap_(torch.bmm(query, key.transpose(1, 2)), p.logits_soft_cap)
     place = (position.unsqueeze(1) + torch.arange(rows, device=device)).unsqueeze(2)
     mask = hidden(place, token.unsqueeze(1), call.sight)  # [count, rows, tokens]
@@ -177,10 +177,7 @@ def run_group(call: Call, items: Items, tokens: int) -> None:
     state = State.empty(count * heads, rows * group, p.head_dim_vo, device)
     state.advance(scores)
     value = call.value.tiles(page, slot, head)
-    value.masked_fill_(~valid[:, None, :, None], 0.0)
-    clipped = rows > 1 and call.sight.bounded  # some row may see less than its item's span
-    mask = mask.reshape(scores.shape) if clipped else None
-    add_weighted_(state.acc, scores, value.view(count * heads, tokens, -1), mask)
+    add_weighted_(state.acc, scores, value, mask.reshape(scores.shape))
     empty = None
     if call.sight.right is not None:
         empty = (place + call.sight.right < 0).view(count, 1, rows, 1)

@@ -7,6 +7,8 @@ short units as one rectangular batch.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from stream_attention.core.cache import KVView
@@ -114,15 +116,21 @@ class PoolReader:
     def tiles(
         self, page: torch.Tensor, slot: torch.Tensor, head: torch.Tensor | None
     ) -> torch.Tensor:
-        """Tokens `(page, slot)` of many units: `[units, heads, tokens, head_dim]` fp32, owned.
+        """Tokens `(page, slot)` of many units: `[units * heads, tokens, head_dim]` fp32, owned.
 
         page, slot: `[units, tokens]` int64, each owned by its unit. head: `[units]` or `None`.
         """
         pool = self.pool
-        if head is None:
-            run = pool[page, slot].transpose(1, 2)  # [units, heads, tokens, dim]
-        else:
-            run = pool[page, slot, head.unsqueeze(1)].unsqueeze(1)
+        dim = pool.shape[3]
+        strides = pool.stride()[:3]
+        unit = math.gcd(*strides) or 1
+        page_step, slot_step, head_step = (stride // unit for stride in strides)
+        base = page * page_step + slot * slot_step  # [units, tokens]
+        lanes = self._heads if head is None else head.view(-1, 1, 1)
+        ids = (base.unsqueeze(1) + lanes * head_step).view(-1)  # [units, heads, tokens]
+        last = sum((n - 1) * step for n, step in zip(pool.shape, strides, strict=False))
+        rows = pool.as_strided((last // unit + 1, dim), (unit, 1), pool.storage_offset())
+        run = rows.index_select(0, ids).view(-1, slot.shape[1], dim)
         if self._dtype == _ONE_BYTE:
-            run = run.contiguous().view(_ONE_BYTE)
-        return run.to(torch.float32).contiguous()
+            run = run.view(_ONE_BYTE)
+        return run.to(torch.float32)
