@@ -10,6 +10,7 @@ import torch
 from stream_attention import reference
 from stream_attention.core.cache import ContiguousKVCache, PagedKVCache
 from stream_attention.core.oracle import attention
+from stream_attention.core.testing.golden import golden
 from stream_attention.core.testing.problems import Case, build, random_case
 
 
@@ -247,3 +248,18 @@ def test_bad_contents_are_named_with_request_and_column():
     assert "sequence_lengths[0]=-1" in _message(built.q, built.cache, built.qo_indptr)
     bad = torch.tensor([0, 2, 1], dtype=torch.int32)
     assert "qo_indptr=[0, 2, 1]" in _message(built.q, built.cache, bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_golden_accepts_the_rounded_answer_and_refuses_the_next_dtype_down(dtype):
+    built = build(Case(dtype="float32", qo_lens=(1, 3), kv_lens=(90, 40)))
+    want = golden(built.q, built.cache, built.qo_indptr, out_dtype=dtype, **built.options)
+    want.check(want.out.to(dtype), want.lse.float())
+    want.check(want.reference_out, want.reference_lse)
+    coarse = {torch.float32: torch.float16}.get(dtype, torch.float8_e4m3fn)
+    with pytest.raises(AssertionError, match="out: max error"):
+        want.check(want.out.to(coarse).to(dtype))
+    with pytest.raises(AssertionError, match="lse: max error"):
+        want.check(want.out.to(dtype), (want.lse + 1e-4).float())
+    with pytest.raises(AssertionError, match="out: dtype"):
+        want.check(want.out)

@@ -282,4 +282,4 @@ def test_kernel_gets_flat_views_and_fills_new_tensors():
 
 def test_cpu_tensors_stay_with_torch():
     outs, lses = _states(2)
-    assert state._kernel((outs, lses), 2, outs, outs.dtype, None) is None
+    assert state._kernel((outs,), (lses,), 2, outs.dtype, None) is None

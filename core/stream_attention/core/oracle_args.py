@@ -245,7 +245,7 @@ def _check_contents(faults: Faults, cache: Any, indptr: list[int], total: int) -
     if isinstance(cache, tuple):
         return
     paged = isinstance(cache, PagedKVCache)
-    table = cache.page_table.tolist() if paged else None
+    table: Any = cache.page_table.tolist() if paged else None
     for request, counts in enumerate(token_counts(cache)):
         for head, count in enumerate(counts):
             fits = faults.require(

@@ -43,7 +43,7 @@ def merge_states(
     if not faults:
         _check_same(faults, "out_b", out_b, "out_a", out_a)
     faults.raise_if_any("merge_states")
-    record = _kernel((out_a, lse_a, out_b, lse_b), 2, out_a, out_a.dtype, None)
+    record = _kernel((out_a, out_b), (lse_a, lse_b), 2, out_a.dtype, None)
     if record is not None:
         dim = out_a.shape[-1]
         outs = (out_a.view(-1, dim), out_b.view(-1, dim))
@@ -91,8 +91,7 @@ def merge_many(
     faults.raise_if_any("merge_many")
     dtype = outs.dtype if out_dtype is None else out_dtype
     count, dim = outs.shape[0], outs.shape[-1]
-    tensors = (outs, lses) if attn_sink is None else (outs, lses, attn_sink)
-    record = _kernel(tensors, count, outs, dtype, attn_sink)
+    record = _kernel((outs,), (lses,), count, dtype, attn_sink)
     if record is not None:
         rows = lses[0].numel()
         flat = outs.view(count, rows, dim)
@@ -227,9 +226,9 @@ def _check_sink(faults: Faults, sink: Any, lses: torch.Tensor) -> None:
 
 
 def _kernel(
-    tensors: tuple[torch.Tensor, ...],
+    outs: tuple[torch.Tensor, ...],
+    lses: tuple[torch.Tensor, ...],
     num_states: int,
-    parts: torch.Tensor,
     out_dtype: torch.dtype,
     sink: torch.Tensor | None,
 ) -> MergeRecord | None:
@@ -238,6 +237,8 @@ def _kernel(
     Kernels take no gradient, are opaque to `torch.compile`, and see rows as `[rows, head_dim]`
     views, so tensors that cannot be viewed so, or whose rows are not aligned, stay with torch too.
     """
+    parts = outs[0]
+    tensors = outs + lses if sink is None else (*outs, *lses, sink)
     if torch.compiler.is_compiling() or parts.device.type != "cuda":
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -245,9 +246,9 @@ def _kernel(
     if num_states < 1 or parts.shape[-1] > MAX_HEAD_DIM or not parts.numel():
         return None
     unit = row_alignment(parts)
-    if not all(t.is_contiguous() for t in tensors) or any(
-        t.data_ptr() % unit for t in tensors[::2]
-    ):
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return None
+    if any(out.data_ptr() % unit for out in outs):
         return None
     problem = MergeProblem(
         num_states=num_states,

@@ -25,7 +25,8 @@ def bind(built: BuiltCase, **options: Any) -> Any:
     options = {**built.options, "return_lse": True, **options}
     described = describe(built.q, built.cache, built.qo_indptr, **options)
     described.bound.out.fill_(math.nan)
-    described.bound.lse.fill_(math.nan)
+    if described.bound.lse is not None:
+        described.bound.lse.fill_(math.nan)
     return described
 
 

@@ -21,7 +21,7 @@ from stream_attention.core.testing.checks import check_built, check_route, launc
 from stream_attention.core.testing.golden import golden
 from stream_attention.core.testing.problems import BuiltCase, Case, build
 
-_RAGGED = {"qo_lens": (1, 4, 2), "kv_lens": (70, 33, 5)}
+_RAGGED: dict[str, Any] = {"qo_lens": (1, 4, 2), "kv_lens": (70, 33, 5)}
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
@@ -77,7 +77,7 @@ def window_per_row(record: AttentionRecord, device: Any = "cpu") -> None:
     for window in (0, 1, 15, 16, 500):
         case = Case(qo_lens=(1, 20, 6), kv_lens=(70, 50, 2), window_left=window, dtype="float32")
         check_route(record, case, device)
-    both = {"causal": False, "window_left": 3, "window_right": 2}
+    both: dict[str, Any] = {"causal": False, "window_left": 3, "window_right": 2}
     check_route(record, Case(qo_lens=(7, 9), kv_lens=(40, 5), **both), device)
     check_route(record, Case(qo_lens=(7,), kv_lens=(40,), causal=False, window_right=0), device)
 
@@ -94,7 +94,7 @@ def sink_once(record: AttentionRecord, device: Any = "cpu") -> None:
 
 def unused_slots(record: AttentionRecord, device: Any = "cpu") -> None:
     """Line 6: NaN or Inf at and beyond kv_len changes nothing, bit for bit."""
-    paged = {"qo_lens": (1, 3, 1), "kv_lens": (17, 40, 0)}
+    paged: dict[str, Any] = {"qo_lens": (1, 3, 1), "kv_lens": (17, 40, 0)}
     for case in (
         Case(**paged),
         Case(page_size=64, layout="HND", **paged),
@@ -270,12 +270,14 @@ def mutate(built: BuiltCase, seed: int) -> None:
     """
     rng = torch.Generator().manual_seed(seed)
     cache = built.cache
+    kept = cache.sequence_lengths
+    assert kept is not None
     for tensor in (built.q, cache.key, cache.value):
         tensor.copy_(torch.randn(tensor.shape, generator=rng).to(tensor.dtype))
-    lens = torch.randint(0, cache.capacity + 1, cache.sequence_lengths.shape, generator=rng)
+    lens = torch.randint(0, cache.capacity + 1, kept.shape, generator=rng)
     flat = lens.view(-1)
     flat[seed % flat.numel()] = (0, cache.capacity)[seed % 2]
-    cache.sequence_lengths.copy_(lens.to(torch.int32))
+    kept.copy_(lens.to(torch.int32))
     if isinstance(cache, ContiguousKVCache):
         return
     table = cache.page_table
@@ -309,7 +311,8 @@ def only(built: BuiltCase, request: int) -> BuiltCase:
         changed: dict[str, Any] = {"page_table": cache.page_table[one]}
     else:
         changed = {"key": cache.key[one], "value": cache.value[one]}
-    changed["sequence_lengths"] = cache.sequence_lengths[one]
+    if cache.sequence_lengths is not None:
+        changed["sequence_lengths"] = cache.sequence_lengths[one]
     indptr = torch.tensor([0, stop - start], dtype=torch.int32, device=built.q.device)
     ragged = case.call == "ragged"
     return BuiltCase(

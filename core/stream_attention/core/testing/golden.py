@@ -60,26 +60,33 @@ class Golden:
 
 
 def golden(
-    q: torch.Tensor, cache: Any, qo_indptr: torch.Tensor | None = None, **options: Any
+    q: torch.Tensor,
+    cache: Any,
+    qo_indptr: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Golden:
-    """The `Golden` of `oracle.attention(q, cache, qo_indptr, **options)` for outputs in q's dtype.
+    """The `Golden` of `oracle.attention(q, cache, qo_indptr, **options)`.
 
+    out_dtype: of the result that will be checked; default q's dtype.
     `options` are the oracle's, without `return_lse`. About four times the oracle's work.
     """
     options.pop("return_lse", None)
     call = prepare(q, cache, qo_indptr, **options)
     out, lse = oracle.attention(q, cache, qo_indptr, **options, return_lse=True)
+    dtype = q.dtype if out_dtype is None else out_dtype
     total, heads = call.q.shape[:2]
     shape = (total, heads, call.out_shape[-1])
     device = q.device
     result = Golden(
         out=out,
         lse=lse,
-        reference_out=torch.zeros(shape, dtype=q.dtype, device=device),
+        reference_out=torch.zeros(shape, dtype=dtype, device=device),
         reference_lse=torch.full(shape[:2], -math.inf, device=device),
         out_noise=torch.zeros(shape, dtype=torch.float64, device=device),
         lse_noise=torch.zeros(shape[:2], dtype=torch.float64, device=device),
-        dtype=q.dtype,
+        dtype=dtype,
     )
     for block in oracle.blocks(call):
         for chunk in oracle.query_chunks(block):
@@ -99,7 +106,7 @@ def _reference(call: OracleCall, block: oracle.Block, chunk: slice, result: Gold
     if call.attn_sink is not None:
         sink = oracle.sink_of_rows(call, block, live).float()
         denominator = denominator + torch.exp(sink - largest.squeeze(-1))
-    rounded = weights.to(result.dtype).float()
+    rounded = weights.to(block.q.dtype).float()
     out = oracle.weighted_values(block, rounded, visible) / denominator.unsqueeze(-1)
     row, head = oracle.rows_of(block, chunk, live)
     result.reference_out[row, head] = out.to(result.dtype)
@@ -135,7 +142,7 @@ def _noise(call: OracleCall, block: oracle.Block, chunk: slice, result: Golden) 
         single = single + 4 * unit * call.logits_soft_cap
     in_lse = (weights * single).square().sum(-1).sqrt()
     in_lse = in_lse + unit * (1 + norm.abs() + math.sqrt(block.key.shape[0]))
-    delta = single + (unit_roundoff(result.dtype) if result.dtype != torch.float32 else unit)
+    delta = single + unit_roundoff(block.q.dtype)
     spread = (weights * delta).square()
     values = oracle.weighted_values(
         _squared_values(block), torch.where(visible, spread, 0.0), visible

@@ -8,6 +8,7 @@ are poison in every case (`testing.problems.build`), so NaN in them needs no cas
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from stream_attention.core.testing.problems import FP8, Case
 
@@ -119,7 +120,7 @@ def _masks() -> Iterator[Case]:
 
 
 def _softmax() -> Iterator[Case]:
-    long = {"qo_lens": (1, 3), "kv_lens": (70, 33)}
+    long: dict[str, Any] = {"qo_lens": (1, 3), "kv_lens": (70, 33)}
     yield Case(name="cap_1", logits_soft_cap=1.0, **long)
     yield Case(name="cap_30_sharp", logits_soft_cap=30.0, spread=8.0, **long)
     yield Case(name="cap_50_fp32", logits_soft_cap=50.0, dtype="float32", **long)
@@ -140,7 +141,7 @@ def _softmax() -> Iterator[Case]:
 
 def _caches() -> Iterator[Case]:
     per_head = ((40, 0), (1, 33), (0, 0))
-    lists = {"qo_lens": (1, 3, 1), "kv_lens": per_head}
+    lists: dict[str, Any] = {"qo_lens": (1, 3, 1), "kv_lens": per_head}
     for layout in ("NHD", "HND"):
         yield Case(name=f"per_head_{layout}", layout=layout, ids="negative", **lists)
         yield Case(
@@ -166,7 +167,7 @@ def _caches() -> Iterator[Case]:
             kv_lens=(50, 20),
             poison="inf",
         )
-        flat = {"cache_kind": "contiguous", "layout": layout}
+        flat: dict[str, Any] = {"cache_kind": "contiguous", "layout": layout}
         yield Case(name=f"contiguous_{layout}", qo_lens=(1, 4), kv_lens=(60, 7), **flat)
         yield Case(
             name=f"contiguous_full_{layout}",
