@@ -172,7 +172,7 @@ class Registry:
                 return
             from stream_attention.core import routes
 
-            routes.register(self)
+            self._register_whole(routes.register)
             for name in _kernel_packages():
                 self._load_package(name)
             for name in KERNEL_PACKAGES:
@@ -184,9 +184,19 @@ class Registry:
     def _load_package(self, name: str) -> None:
         try:
             module = importlib.import_module(f"stream_attention.{name}.capabilities")
-            module.register(self)
+            self._register_whole(module.register)
         except Exception as error:  # a broken package must not take the others with it
             self._missing[name] = f"failed to load: {type(error).__name__}: {error}"
+
+    def _register_whole(self, register: Callable[[Registry], None]) -> None:
+        """All records of one source or none: a second try must not find the first one's names."""
+        before = dict(self._attention), dict(self._merge)
+        try:
+            register(self)
+        except BaseException:
+            self._attention, self._merge = before
+            self._version += 1
+            raise
 
 
 def _kernel_packages() -> tuple[str, ...]:

@@ -227,7 +227,9 @@ def home_of(q: Any) -> Iterator[None]:
     outside of it later.
     """
     with contextlib.ExitStack() as stack:
+        gradients = torch.is_grad_enabled()  # leaving inference mode would switch them on
         stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(gradients))
         if isinstance(q, torch.Tensor) and q.is_cuda:
             stack.enter_context(torch.cuda.device(q.device))
         yield
