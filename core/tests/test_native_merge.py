@@ -1,4 +1,4 @@
-"""Bound merges without a kernel library: what fills the struct, what `run` calls, what is refused."""
+"""Bound merges without a kernel library: what fills the struct, what `run` calls, what is bad."""
 
 import types
 
