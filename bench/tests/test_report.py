@@ -1,5 +1,6 @@
 """Tables and JSON: what is printed is what was measured, and a file reads back equal."""
 
+import dataclasses
 import io
 import json
 
@@ -32,6 +33,8 @@ ENVIRONMENT = Environment(
     flashinfer=None,
     commit=None,
     command="paged_decode.py --batch=2",
+    load_average=0.2,
+    num_cpus=2,
 )
 
 
@@ -172,4 +175,7 @@ def test_header_names_device_versions_commit_and_command():
     text = "\n".join(ENVIRONMENT.lines())
     assert "Some CPU, 2 threads, L3 32 MiB" in text
     assert "python 3.11.0, torch 2.13.0" in text and "triton" not in text
+    assert "BUSY" not in text
+    busy = dataclasses.replace(ENVIRONMENT, load_average=1.5).lines()[-1]
+    assert busy.startswith("BUSY    load average 1.5 on 2 CPUs")
     assert "commit  unknown" in text and "command paged_decode.py --batch=2" in text

@@ -20,6 +20,8 @@ from stream_attention.bench.formulas import MIB
 CUDA_ROTATION = 4.5
 CPU_ROTATION = 2.0
 _FALLBACK_CACHE_BYTES = 32 * MIB
+# Above this load a CPU, other processes take part in what a wall clock shows.
+BUSY = 0.5
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -74,12 +76,20 @@ class Environment:
     flashinfer: str | None
     commit: str | None
     command: str
+    load_average: float
+    num_cpus: int
 
     def lines(self) -> tuple[str, ...]:
         """The header of a report, one fact group a line."""
         where = f"device  {self.device} ({self.arch})"
         if self.device_type == "cpu":
             where = f"device  {self.device}, {self.threads} threads"
+        busy: tuple[str, ...] = ()
+        if self.device_type == "cpu" and self.load_average > BUSY * self.num_cpus:
+            busy = (
+                f"BUSY    load average {self.load_average:.1f} on {self.num_cpus} CPUs before the "
+                "run: these times are not worth comparing",
+            )
         cache = "L2" if self.device_type == "cuda" else "L3"
         versions = [f"python {self.python}", f"torch {self.torch}"]
         for name in ("triton", "flashinfer", "cuda", "driver"):
@@ -91,6 +101,7 @@ class Environment:
             f"with    {', '.join(versions)}",
             f"commit  {self.commit or 'unknown'}",
             f"command {self.command}",
+            *busy,
         )
 
 
@@ -118,6 +129,8 @@ def environment(device: torch.device) -> Environment:
         flashinfer=_version("flashinfer-python"),
         commit=_commit(),
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        load_average=os.getloadavg()[0],
+        num_cpus=os.cpu_count() or 1,
     )
 
 

@@ -12,8 +12,10 @@ timed work. Exit status: 0; 1 when one of our own routes failed or was wrong; 2 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from absl import app, flags
@@ -21,7 +23,8 @@ from absl import app, flags
 from stream_attention.bench import contenders as contenders_lib
 from stream_attention.bench import flag_types, report
 from stream_attention.bench.cases import SUITES, DecodeCase, default_suite
-from stream_attention.bench.floor import measure_read_curve
+from stream_attention.bench.floor import ReadCurve, measure_read_curve
+from stream_attention.bench.isolate import run_workers
 from stream_attention.bench.lengths import uniform
 from stream_attention.bench.machine import environment
 from stream_attention.bench.output import output_path
@@ -88,6 +91,8 @@ def define_flags(values: flags.FlagValues) -> None:
     define.switch("check", True, "Check every row against the fp64 oracle.")
     define.switch("eager", False, "CUDA: time eager launches in place of graph replay.")
     define.switch("warm", False, "One pool over and over, in place of a cold rotation.")
+    define.switch("isolate", False, "Run each contender in a process of its own.")
+    count("worker_seconds", 1800, "Limit on one isolated worker.", low=1, nearest=1800)
     define.text("json", None, "Write raw samples and environment to this file.")
 
 
@@ -107,7 +112,7 @@ def chosen_cases(
 
     values: shape flags by name, `None` where not given. Raises `ValueError` with every fault.
     """
-    given = {name: value for name, value in values.items() if value is not None}
+    given: dict[str, Any] = {name: v for name, v in values.items() if v is not None}
     if suite is not None and given:
         raise ValueError(
             f"--suite={suite}: a suite fixes the shapes, so --{', --'.join(given)} cannot be given "
@@ -115,8 +120,7 @@ def chosen_cases(
         )
     if not given:
         return SUITES[suite or default_suite(device_type)]
-    given.setdefault("lengths", uniform(4096))
-    lengths = given["lengths"]
+    lengths = given.setdefault("lengths", uniform(4096))
     given.setdefault("batch", len(lengths.numbers) if lengths.kind == "list" else 8)
     given.setdefault("dtype", "bfloat16" if device_type == "cuda" else "float32")
     return (DecodeCase(**given),)
@@ -146,43 +150,71 @@ def _names(text: str) -> tuple[str, ...] | None:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def run_all(
-    cases: Sequence[DecodeCase],
-    contenders: Sequence[contenders_lib.Contender],
-    missing: dict[str, str],
-    device: torch.device,
-    settings: Settings,
-    options: dict[str, object],
-    path: Path | None,
-) -> Run:
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the flags ask for, resolved.
+
+    arguments: the flags as given, for workers. worker_seconds: limit on one isolated worker,
+    `None` = everything in this process.
+    """
+
+    cases: tuple[DecodeCase, ...]
+    contenders: tuple[contenders_lib.Contender, ...]
+    missing: dict[str, str]
+    device: torch.device
+    settings: Settings
+    options: dict[str, Any]
+    path: Path | None
+    arguments: tuple[str, ...] = ()
+    worker_seconds: float | None = None
+
+
+def run_all(job: Job) -> Run:
     """Measure, print as results come in, and write the JSON file after every case."""
     console = report.make_console()
-    facts = environment(device)
+    facts = environment(job.device)
     report.print_header(console, facts)
-    with reporter(len(cases)) as progress:
+    with reporter(len(job.cases)) as progress:
         progress.start("read curve")
         curve = measure_read_curve(
-            [case.moved_bytes for case in cases],
-            device,
+            [case.moved_bytes for case in job.cases],
+            job.device,
             on_size=lambda size: progress.step(f"{size >> 20} MiB"),
         )
     report.print_curve(console, curve)
-    results: list[CaseResult] = []
-    run = Run(facts, options, curve, (), missing)
-    for index, case in enumerate(cases):
-        with reporter(len(cases), index) as progress:
-            progress.start(case.name)
-            results.append(run_case(case, contenders, device, settings, curve, progress.step))
-        report.print_case(console, results[-1])
-        run = Run(facts, options, curve, tuple(results), missing)
-        if path is not None:
-            write_json(run, path)
-    if missing:
+    run = Run(facts, job.options, curve, (), job.missing)
+    for result in _results(job, curve):
+        run = replace(run, cases=(*run.cases, result))
+        report.print_case(console, result)
+        if job.path is not None:
+            write_json(run, job.path)
+    if job.missing:
         console.print()
-        report.print_missing(console, missing)
-    if path is not None:
-        console.print(f"\nraw samples: {path}", soft_wrap=True)
+        report.print_missing(console, job.missing)
+    if job.path is not None:
+        console.print(f"\nraw samples: {job.path}", soft_wrap=True)
     return run
+
+
+def _results(job: Job, curve: ReadCurve) -> Iterator[CaseResult]:
+    if job.worker_seconds is not None:
+        with reporter(len(job.cases)) as progress:
+            progress.start(f"{len(job.contenders)} contenders, a process each")
+            results = run_workers(
+                job.contenders,
+                job.cases,
+                curve,
+                job.arguments,
+                seconds=job.worker_seconds,
+                progress=progress.step,
+            )
+        yield from results
+        return
+    for index, case in enumerate(job.cases):
+        with reporter(len(job.cases), index) as progress:
+            progress.start(case.name)
+            result = run_case(case, job.contenders, job.device, job.settings, curve, progress.step)
+        yield result
 
 
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
@@ -222,9 +254,20 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
         "check": values.check,
         "seed": values.seed,
         "max_seconds": values.max_seconds,
+        "isolate": values.isolate,
     }
-    run = run_all(cases, contenders, missing, device, settings, options, path)
-    return exit_status(run)
+    job = Job(
+        cases,
+        contenders,
+        missing,
+        device,
+        settings,
+        options,
+        path,
+        tuple(sys.argv[1:]),
+        float(values.worker_seconds) if values.isolate else None,
+    )
+    return exit_status(run_all(job))
 
 
 def exit_status(run: Run) -> int:

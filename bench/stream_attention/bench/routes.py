@@ -54,9 +54,12 @@ def query_of(pool: Pool) -> torch.Tensor:
 
 
 def route_contenders(registry: Registry | None = None) -> tuple[Contender, ...]:
-    """One contender a registered route, then `engine`."""
+    """One contender a registered route that plans serving calls, then `engine`.
+
+    Routes that are only differentiable (`record.build is None`) decode nothing and are left out.
+    """
     registry = default_registry() if registry is None else registry
-    routes = [_route(record) for record in registry.attention_records()]
+    routes = [_route(record) for record in registry.attention_records() if record.build]
     return (*routes, Contender(ENGINE, "route", _build_engine, _engine_supports))
 
 
@@ -68,8 +71,6 @@ def missing_packages(registry: Registry | None = None) -> dict[str, str]:
 
 def _route(record: AttentionRecord) -> Contender:
     def supports(case: DecodeCase, device: torch.device) -> tuple[str, ...]:
-        if record.build is None:
-            return ("the route is differentiable only; it plans no paged decode",)
         return record.reasons(problem_of(case), device_facts(device))
 
     def build(case: DecodeCase, pools: Sequence[Pool], device: torch.device) -> list[Work]:

@@ -1,0 +1,117 @@
+"""Each contender in a process of its own (`--isolate`): a crash costs its rows and nobody else's.
+
+A worker is the same command with one contender and a JSON file; it writes the file after every
+case, so the cases before a crash are kept. Every worker makes the same inputs from the same seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.contenders import Contender
+from stream_attention.bench.floor import ReadCurve
+from stream_attention.bench.results import CaseResult, Row, from_json
+
+MODULE = "stream_attention.bench.paged_decode"
+_TAIL_LINES = 3
+
+
+def worker_command(contender: Contender, arguments: Sequence[str], path: Path) -> list[str]:
+    """The command of one worker: the user's flags, then the overrides that single it out."""
+    chosen = {"route": "none", "peer": "none", contender.kind: contender.name}
+    return [
+        sys.executable,
+        "-m",
+        MODULE,
+        *arguments,
+        f"--routes={chosen['route']}",
+        f"--peers={chosen['peer']}",
+        f"--json={path}",
+        "--noisolate",
+    ]
+
+
+def run_workers(
+    contenders: Sequence[Contender],
+    cases: Sequence[DecodeCase],
+    curve: ReadCurve,
+    arguments: Sequence[str],
+    *,
+    seconds: float,
+    progress: Callable[[str], None] = lambda message: None,
+    command: Callable[[Contender, Sequence[str], Path], list[str]] = worker_command,
+) -> tuple[CaseResult, ...]:
+    """All contenders on all cases, one process a contender, one after the other.
+
+    curve: this process's, for all floors. seconds: limit on one worker. command: replaced in tests.
+    """
+    parts: list[tuple[CaseResult, ...]] = []
+    lost: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for index, contender in enumerate(contenders):
+            progress(contender.name)
+            path = Path(folder, f"{index}.json")
+            lost.append(_run(command(contender, arguments, path), seconds))
+            parts.append(from_json(json.loads(path.read_text())).cases if path.exists() else ())
+    return tuple(
+        _merge(case, index, contenders, parts, lost, curve) for index, case in enumerate(cases)
+    )
+
+
+def _run(command: Sequence[str], seconds: float) -> str:
+    """Run a worker; gives how it ended, for cases that it left without a result."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return f"the worker gave no result within {seconds:g} s"
+    how = f"ended with status {done.returncode}"
+    if done.returncode < 0:
+        how = f"was killed by {signal.Signals(-done.returncode).name}"
+    tail = " | ".join(done.stderr.strip().splitlines()[-_TAIL_LINES:])
+    return f"the worker {how}: {tail}" if tail else f"the worker {how}"
+
+
+def _merge(
+    case: DecodeCase,
+    index: int,
+    contenders: Sequence[Contender],
+    parts: Sequence[tuple[CaseResult, ...]],
+    lost: Sequence[str],
+    curve: ReadCurve,
+) -> CaseResult:
+    rows: list[Row] = []
+    found: list[CaseResult] = []
+    for contender, part, reason in zip(contenders, parts, lost, strict=True):
+        if index < len(part):
+            found.append(part[index])
+            rows += part[index].rows
+        else:
+            rows.append(Row(contender.name, contender.kind, "failed", (reason,)))
+    base = next((result for result in found if not result.skipped), found[0] if found else None)
+    if base is None:
+        base = CaseResult(
+            case=case,
+            kv_bytes=case.kv_bytes,
+            moved_bytes=case.moved_bytes,
+            flops=case.flops,
+            floor_us=0.0,
+            rotation_bytes=0,
+            cold=False,
+        )
+    return replace(base, floor_us=curve.floor_us(case.moved_bytes), rows=tuple(rows))

@@ -1,0 +1,88 @@
+"""Isolated workers: rows are merged, and a crash costs only the rows that it prevented."""
+
+import sys
+
+import pytest
+
+from stream_attention.bench import isolate, results
+from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.contenders import Contender
+from stream_attention.bench.floor import ReadCurve, ReadPoint
+from stream_attention.bench.lengths import uniform
+from stream_attention.bench.machine import environment
+from stream_attention.bench.results import CaseResult, Row, Run
+from stream_attention.bench.timing import Timing
+
+CURVE = ReadCurve((ReadPoint(1, 7.0, "sum"),), "cpu_cold")
+CASES = tuple(
+    DecodeCase(batch=1, lengths=uniform(tokens), dtype="float32", head_dim=8) for tokens in (8, 16)
+)
+
+
+def contender(name, kind="peer"):
+    return Contender(name, kind, lambda case, pools, device: [])
+
+
+def worker_run(name, num_cases):
+    import torch
+
+    row = Row(name, "peer", "ok", (), Timing((10.0, 11.0), "cpu_cold"))
+    cases = tuple(
+        CaseResult(case, case.kv_bytes, case.moved_bytes, case.flops, 1.0, 5, True, (row,))
+        for case in CASES[:num_cases]
+    )
+    return Run(environment(torch.device("cpu")), {}, CURVE, cases)
+
+
+def python(program):
+    return [sys.executable, "-c", program]
+
+
+def test_a_worker_is_this_command_with_one_contender(tmp_path):
+    path = tmp_path / "x.json"
+    command = isolate.worker_command(contender("sdpa"), ["--batch=2", "--routes=all"], path)
+    assert command[1:3] == ["-m", isolate.MODULE]
+    assert command[3:] == [
+        "--batch=2",
+        "--routes=all",
+        "--routes=none",
+        "--peers=sdpa",
+        f"--json={path}",
+        "--noisolate",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
+        ("import sys; sys.exit('out of luck')", "ended with status 1: out of luck"),
+        ("import time; time.sleep(60)", "no result within 2 s"),
+    ],
+)
+def test_a_crash_keeps_earlier_cases_and_other_contenders(program, reason):
+    def command(entry, arguments, path):
+        done = 2 if entry.name == "good" else 1
+        results.write_json(worker_run(entry.name, done), path)
+        return python("pass" if entry.name == "good" else program)
+
+    first, second = isolate.run_workers(
+        [contender("bad"), contender("good")], CASES, CURVE, [], seconds=2, command=command
+    )
+    assert [row.outcome for row in first.rows] == ["ok", "ok"]
+    assert [row.outcome for row in second.rows] == ["failed", "ok"]
+    assert reason in second.rows[0].reasons[0]
+    assert second.case == CASES[1] and second.floor_us == CURVE.floor_us(CASES[1].moved_bytes)
+
+
+def test_all_workers_lost_still_gives_every_row():
+    (one, _) = isolate.run_workers(
+        [contender("bad")],
+        CASES,
+        CURVE,
+        [],
+        seconds=30,
+        command=lambda entry, arguments, path: python("import sys; sys.exit(3)"),
+    )
+    assert one.rows[0].reasons == ("the worker ended with status 3",)
+    assert one.moved_bytes == CASES[0].moved_bytes
