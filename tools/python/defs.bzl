@@ -55,6 +55,7 @@ def sa_sources(name = "sources", include = ["**"]):
                 "**/__pycache__/**",
                 "**/.*_cache/**",
                 "**/*.egg-info/**",
+                "**/.hypothesis/**",
                 "**/*.pyc",
                 # Copies of built libraries, for use without Bazel (//tools/cuda:stage_libraries).
                 "**/*.ptxas.txt",
