@@ -55,7 +55,7 @@ def modules(document: Path) -> set[str]:
 def paths(document: Path) -> set[str]:
     """The files and folders of the tree that a document writes as code or links to."""
     text = document.read_text(encoding="utf-8")
-    quoted = re.findall(r"`((?:bench|core|tools)/[\w./]+|\.ci/\w+)`", text)
+    quoted = re.findall(r"`(?:pytest )?((?:bench|core|tools)/[\w./]+|\.ci/\w+)`", text)
     return {*quoted, *re.findall(r"\]\(([\w./]+)\)", text)}
 
 
