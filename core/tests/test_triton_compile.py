@@ -22,7 +22,6 @@ from stream_attention.core.testing.problems import Case, build
 
 # Shared memory that one program may use, in bytes.
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-REGISTER_LIMIT = 255
 
 _DECODE = Case(qo_lens=(1, 1), kv_lens=(600, 600), num_qo_heads=8, head_dim_qk=128, call="batch")
 
@@ -34,8 +33,8 @@ def _case(**changes: Any) -> Case:
 CASES = {
     "decode_d128": _case(),
     "decode_d64_fp8": _case(head_dim_qk=64, kv_dtype="float8_e4m3fn", kv_scales="head"),
-    "decode_d256_fp32": _case(head_dim_qk=256, dtype="float32"),
-    "decode_d512": _case(head_dim_qk=512, dtype="float16"),
+    "decode_d512": _case(head_dim_qk=512, dtype="float16", kv_lens=(200, 200)),
+    "decode_d512_fp32": _case(head_dim_qk=512, dtype="float32"),
     "decode_d80_contiguous": _case(head_dim_qk=80, cache_kind="contiguous"),
     "dims_192_128_window_cap_sink": _case(
         head_dim_qk=192, head_dim_vo=128, window_left=9, logits_soft_cap=30.0, sink=1.0
@@ -46,7 +45,7 @@ CASES = {
         qo_lens=(200, 200), head_dim_qk=64, cache_kind="contiguous", call="block"
     ),
     "prefill_d256": _case(qo_lens=(200, 1), head_dim_qk=256, call="ragged"),
-    "prefill_d512_fp32": _case(qo_lens=(40, 1), head_dim_qk=512, dtype="float32", call="ragged"),
+    "prefill_d512": _case(qo_lens=(200, 1), head_dim_qk=512, call="ragged"),
     "batch_invariant_not_causal": _case(causal=False, window_right=3, kv_lens=(3000, 40)),
 }
 INVARIANT = {"batch_invariant_not_causal"}
