@@ -24,11 +24,13 @@ FAULTS = {
     "no cap": 1,
     "scale 0 means default": 1,
     "key scale forgotten": 1,
+    "query heads dealt over KV heads": 1,
     "empty row is NaN": 2,
     "empty row has lse 0": 2,
     "empty row keeps the sink": 2,
     "causal from the top left": 3,
     "negative positions clamped": 3,
+    "first list for every KV head": 3,
     "window without its own token": 4,
     "window of the block's first row": 4,
     "no right window": 4,
@@ -111,13 +113,16 @@ class PlainLaunch:
         for request in range(batch):
             start, stop = offsets[request], offsets[request + 1]
             for head in range(problem.num_kv_heads if start < stop else 0):
-                kv_len = bound.kv.capacity if counts is None else counts[request][head]
+                list_of = 0 if self._fault == "first list for every KV head" else head
+                kv_len = bound.kv.capacity if counts is None else counts[request][list_of]
                 self._head(bound, request, head, slice(start, stop), kv_len)
 
     def _head(self, bound: BoundTensors, request: int, head: int, rows: slice, kv_len: int) -> None:
         problem, fault = self._problem, self._fault
         group = problem.gqa_group_size
         heads = slice(head * group, (head + 1) * group)
+        if fault == "query heads dealt over KV heads":
+            heads = slice(head, None, problem.num_kv_heads)
         q = self._q if fault == "queries read at build" else bound.q
         if fault == "q taken for dense":
             q = q.as_strided(q.shape, (q.shape[1] * q.shape[2], q.shape[2], 1))
@@ -193,7 +198,8 @@ class PlainLaunch:
             return pool[request, :, head].float()[token]
         table = self._table if fault == "table read at build" else kv.page_table
         assert table is not None
-        pages = table[request, head].long()[token // kv.page_size]
+        list_of = 0 if fault == "first list for every KV head" else head
+        pages = table[request, list_of].long()[token // kv.page_size]
         if fault == "offsets of 32 bits":
             flat = pool.as_strided((_span(pool),), (1,))
             offset = (pages * pool.stride(0)).to(torch.int32).long() % flat.shape[0]
