@@ -15,7 +15,7 @@ from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.routes.torch_items import Items, Visibility, chunks
 from stream_attention.core.routes.torch_kv import PoolReader
 from stream_attention.core.routes.torch_softmax import (
-    add_weighted_,
+    add_weighted,
     cap_,
     exponentiate_,
     finish,
@@ -30,12 +30,17 @@ _NEG_INF = float("-inf")
 class Call:
     """What all items of a run share.
 
+    q, out: `[total_q, num_kv_heads, group, head_dim]` views of the bound tensors; lse: without the
+    last axis, or `None`.
     shared: a unit is a request with all its KV heads; else a request and one KV head.
     chunk_tokens: most tokens of one gather, one product and one softmax step.
     """
 
     problem: AttentionProblem
     bound: BoundTensors
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor | None
     key: PoolReader
     value: PoolReader
     sight: Visibility
@@ -45,36 +50,38 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class State:
-    """Running softmax of `[heads, rows]`: `acc` is `[heads, rows, head_dim]`; all fp32."""
+    """Running softmax of `[heads, rows]`; `acc` is `[heads, rows, head_dim]`; all fp32.
 
-    largest: torch.Tensor
-    total: torch.Tensor
-    acc: torch.Tensor
+    Fields are `None` until the first chunk, whose values they take without a rescale.
+    """
 
-    @classmethod
-    def empty(cls, heads: int, rows: int, dim: int, device: torch.device) -> State:
-        """A state that has seen nothing."""
-        f32 = {"dtype": torch.float32, "device": device}
-        return cls(
-            torch.full((heads, rows), _NEG_INF, **f32),
-            torch.zeros(heads, rows, **f32),
-            torch.zeros(heads, rows, dim, **f32),
-        )
+    largest: torch.Tensor | None = None
+    total: torch.Tensor | None = None
+    acc: torch.Tensor | None = None
 
-    def advance(self, scores: torch.Tensor) -> torch.Tensor:
+    def advance(self, scores: torch.Tensor) -> None:
         """Turn masked scores `[heads, rows, tokens]` into weights in place, and rescale `acc`."""
-        above = torch.maximum(self.largest, scores.amax(-1))
+        above = scores.amax(-1)
+        if self.largest is None or self.total is None or self.acc is None:
+            self.largest = above
+            self.total = exponentiate_(scores, above).sum(-1)
+            return
+        above = torch.maximum(self.largest, above)
         weight = torch.exp(self.largest - finite_or_zero(above))
-        exponentiate_(scores, above)
-        self.total.mul_(weight).add_(scores.sum(-1))
-        self.acc.mul_(weight.unsqueeze(-1))
         self.largest = above
-        return scores
+        self.total.mul_(weight).add_(exponentiate_(scores, above).sum(-1))
+        self.acc.mul_(weight.unsqueeze(-1))
+
+    def accumulate(
+        self, weights: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> None:
+        """`acc += weights · value`; see `add_weighted`."""
+        self.acc = add_weighted(self.acc, weights, value, mask)
 
 
 def run_alone(call: Call, items: Items, index: int) -> None:
     """One item, chunk by chunk. Every shape depends on the item's own request only."""
-    kv, p, q = call.bound.kv, call.problem, call.bound.q
+    kv, p, q = call.bound.kv, call.problem, call.q
     unit, row, rows = int(items.unit[index]), int(items.row[index]), int(items.rows[index])
     position, lo, hi = int(items.position[index]), int(items.lo[index]), int(items.hi[index])
     head = None if call.shared else unit % kv.num_kv_heads
@@ -86,24 +93,22 @@ def run_alone(call: Call, items: Items, index: int) -> None:
         used = -(-hi // kv.page_size)
         pages = kv.page_table[request, head or 0, :used].to(torch.int64)
     pick = slice(None) if head is None else slice(head, head + 1)
-    query = q[row : row + rows].unflatten(1, (kv.num_kv_heads, group))[:, pick]
+    query = call.q[row : row + rows, pick]
     query = _scaled_query(call, query.transpose(0, 1), pick).view(heads, rows * group, -1)
-    state = State.empty(heads, rows * group, p.head_dim_vo, q.device)
-    positions = position + torch.arange(rows, device=q.device)
+    state = State()
     for begin, end in chunks(lo, hi, kv.page_size, call.chunk_tokens):
         ids = pages
         if kv.page_table is not None:
             ids = pages[begin // kv.page_size : (end - 1) // kv.page_size + 1]
-        _chunk_step(call, state, query, (begin, end), ids, head, (position, positions))
+        _chunk_step(call, state, query, (begin, end), ids, head, (position, rows))
     empty = None
     if call.sight.right is not None and position + call.sight.right < 0:
-        empty = (positions + call.sight.right < 0).view(1, rows, 1)
+        first = position + call.sight.right
+        empty = (torch.arange(first, first + rows, device=q.device) < 0).view(1, rows, 1)
     out, lse = _finish(call, state, (heads, rows, group), pick, empty)
-    at = call.bound.out[row : row + rows].unflatten(1, (kv.num_kv_heads, group))
-    at[:, pick].copy_(out.transpose(0, 1))
-    if call.bound.lse is not None:
-        at = call.bound.lse[row : row + rows].unflatten(1, (kv.num_kv_heads, group))
-        at[:, pick].copy_(lse.transpose(0, 1))
+    call.out[row : row + rows, pick].copy_(out.transpose(0, 1))
+    if call.lse is not None:
+        call.lse[row : row + rows, pick].copy_(lse.transpose(0, 1))
 
 
 def _chunk_step(
@@ -113,26 +118,27 @@ def _chunk_step(
     span: tuple[int, int],
     pages: torch.Tensor,
     head: int | None,
-    place: tuple[int, torch.Tensor],
+    place: tuple[int, int],
 ) -> None:
     """Scores of one chunk of tokens, one softmax step, then `acc += P V`.
 
     span: `[begin, end)` tokens, all in `pages` (which start with the page of `begin`).
-    place: position of the first query row, and `[rows]` positions of all.
+    place: position of the first query row, and the number of them.
     """
-    (begin, end), (position, positions) = span, place
+    (begin, end), (position, count) = span, place
     heads, rows, _ = query.shape
     offset, tokens = begin % call.bound.kv.page_size, end - begin
     key = call.key.tile(pages, offset, tokens, head)
     scores = cap_(torch.bmm(query, key.transpose(1, 2)), call.problem.logits_soft_cap)
     mask = None
-    if _cuts(call.sight, position, len(positions), begin, end):
+    if _cuts(call.sight, position, count, begin, end):
         token = torch.arange(begin, end, device=query.device)
+        positions = torch.arange(position, position + count, device=query.device)
         mask = hidden(positions.view(-1, 1, 1), token, call.sight)
-        scores.view(heads, len(positions), -1, tokens).masked_fill_(mask, _NEG_INF)
-        mask = mask.expand(-1, rows // len(positions), -1).reshape(1, rows, tokens)
+        scores.view(heads, count, -1, tokens).masked_fill_(mask, _NEG_INF)
+        mask = mask.expand(-1, rows // count, -1).reshape(1, rows, tokens)
     state.advance(scores)
-    add_weighted_(state.acc, scores, call.value.tile(pages, offset, tokens, head), mask)
+    state.accumulate(scores, call.value.tile(pages, offset, tokens, head), mask)
 
 
 def _cuts(sight: Visibility, position: int, rows: int, begin: int, end: int) -> bool:
@@ -143,8 +149,8 @@ def _cuts(sight: Visibility, position: int, rows: int, begin: int, end: int) -> 
 
 def run_group(call: Call, items: Items, tokens: int) -> None:
     """Items of equal row count and spans of at most `tokens`, as one rectangular batch."""
-    kv, p, bound = call.bound.kv, call.problem, call.bound
-    device, count, rows = bound.q.device, len(items), int(items.rows[0])
+    kv, p = call.bound.kv, call.problem
+    device, count, rows = call.q.device, len(items), int(items.rows[0])
     unit, row, position, lo, hi = (
         torch.from_numpy(x).to(device)
         for x in (items.unit, items.row, items.position, items.lo, items.hi)
@@ -163,7 +169,7 @@ def run_group(call: Call, items: Items, tokens: int) -> None:
     line = row.unsqueeze(1) + torch.arange(rows, device=device)  # [count, rows]
     pick = slice(None) if head is None else head
     where = (line,) if head is None else (line, head.unsqueeze(1))
-    query = bound.q.unflatten(1, (kv.num_kv_heads, group))[where]
+    query = call.q[where]
     query = query.view(count, rows, heads, group, -1).transpose(1, 2)
     query = _scaled_query(call, query, pick).view(count * heads, rows * group, -1)
     key = call.key.tiles(page, slot, head)
@@ -174,10 +180,9 @@ def run_group(call: Call, items: Items, tokens: int) -> None:
     mask = unseen if mask is None else mask | unseen
     mask = mask[:, None, :, None].expand(count, heads, rows, group, tokens)
     scores.view(count, heads, rows, group, tokens).masked_fill_(mask, _NEG_INF)
-    state = State.empty(count * heads, rows * group, p.head_dim_vo, device)
+    state = State()
     state.advance(scores)
-    value = call.value.tiles(page, slot, head)
-    add_weighted_(state.acc, scores, value, mask.reshape(scores.shape))
+    state.accumulate(scores, call.value.tiles(page, slot, head), mask.reshape(scores.shape))
     empty = None
     if call.sight.right is not None:
         empty = (place + call.sight.right < 0).view(count, 1, rows, 1)
@@ -185,10 +190,9 @@ def run_group(call: Call, items: Items, tokens: int) -> None:
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)  # [count, rows, heads, group, …]
     if head is not None:
         out, lse = out.squeeze(2), lse.squeeze(2)
-    target = bound.out.unflatten(1, (kv.num_kv_heads, group))
-    target[where] = out.to(bound.out.dtype)
-    if bound.lse is not None:
-        bound.lse.unflatten(1, (kv.num_kv_heads, group))[where] = lse
+    call.out[where] = out.to(call.out.dtype)
+    if call.lse is not None:
+        call.lse[where] = lse
 
 
 def _scaled_query(call: Call, query: torch.Tensor, pick: slice | torch.Tensor) -> torch.Tensor:
@@ -196,15 +200,15 @@ def _scaled_query(call: Call, query: torch.Tensor, pick: slice | torch.Tensor) -
     query = query.to(torch.float32, memory_format=torch.contiguous_format) * call.problem.sm_scale
     scale = call.bound.kv.key_scale
     if scale is not None:
-        query.mul_(_per_head(scale[pick], query.dim(), pick))
+        query.mul_(_per_head(scale[pick], pick))
     return query.contiguous()
 
 
-def _per_head(facts: torch.Tensor, rank: int, pick: slice | torch.Tensor) -> torch.Tensor:
-    """`[heads]` facts (or one a unit) shaped to `[…, heads, 1, 1, 1]` of the given rank."""
+def _per_head(facts: torch.Tensor, pick: slice | torch.Tensor) -> torch.Tensor:
+    """`[heads]` facts shaped to `[heads, 1, 1, 1]`, one a unit `[units, 1, 1, 1, 1]`."""
     if isinstance(pick, torch.Tensor):
-        return facts.view(-1, 1, *([1] * (rank - 2)))
-    return facts.view(-1, 1, 1, 1) if rank > 3 else facts.view(-1, 1, 1)
+        return facts.view(-1, 1, 1, 1, 1)
+    return facts.view(-1, 1, 1, 1)
 
 
 def _finish(
@@ -221,7 +225,10 @@ def _finish(
         sink = sink.to(torch.float32).view(kv.num_kv_heads, 1, -1)[pick]
         if isinstance(pick, torch.Tensor):
             sink = sink.unsqueeze(1)
+    assert state.acc is not None
+    assert state.total is not None
+    assert state.largest is not None
     acc = state.acc.view(*shape, -1)
     if kv.value_scale is not None:
-        acc.mul_(_per_head(kv.value_scale[pick], acc.dim(), pick))
+        acc.mul_(_per_head(kv.value_scale[pick], pick))
     return finish(acc, state.total.view(shape), state.largest.view(shape), sink, empty)

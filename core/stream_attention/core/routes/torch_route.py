@@ -119,9 +119,13 @@ class TorchLaunch:
                 heads * p.gqa_group_size,
                 heads * max(p.head_dim_qk, p.head_dim_vo),
             )
+        split = (bound.kv.num_kv_heads, p.gqa_group_size)
         call = Call(
             p,
             bound,
+            bound.q.unflatten(1, split),
+            bound.out.unflatten(1, split),
+            None if bound.lse is None else bound.lse.unflatten(1, split),
             self._key,
             self._value,
             self._sight,

@@ -42,19 +42,19 @@ def finite_or_zero(largest: torch.Tensor) -> torch.Tensor:
     return largest.masked_fill(largest == _NEG_INF, 0.0)
 
 
-def add_weighted_(
-    acc: torch.Tensor, weights: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+def add_weighted(
+    acc: torch.Tensor | None, weights: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """`acc += weights · value` where a token hidden from a row takes no part, whatever it holds.
+    """`acc + weights · value`, where a token hidden from a row takes no part, whatever it holds.
 
-    acc: `[n, rows, head_dim]`; weights: `[n, rows, tokens]`, 0 where hidden; value:
-    `[n, tokens, head_dim]`. mask: `[n, rows, tokens]` (broadcast) True where hidden, or `None` when
+    acc: `[n, rows, head_dim]`, overwritten, or `None` for 0. weights: `[n, rows, tokens]`, 0 where
+    hidden. value: `[n, tokens, head_dim]`. mask: `[n, rows, tokens]` (broadcast) True where hidden, or `None` when
     every row sees every token. `0 · NaN` is NaN, so values that are not finite go row by row.
     """
     if mask is None or torch.isfinite(value.sum()):
-        return acc.baddbmm_(weights, value)
+        return torch.bmm(weights, value) if acc is None else acc.baddbmm_(weights, value)
     finite = value.isfinite()
-    acc.baddbmm_(weights, torch.where(finite, value, 0.0))
+    acc = add_weighted(acc, weights, torch.where(finite, value, 0.0), None)
     wild = (~finite).any(-1).any(0)  # [tokens]
     for token in wild.nonzero().flatten().tolist():
         part = torch.where(finite[:, token], 0.0, value[:, token])  # the rest is added already
