@@ -20,8 +20,8 @@ class KVView:
     key: `[num_pages, page_size, num_kv_heads, head_dim_qk]` whatever the layout (an HND pool is
         transposed as a view); the last axis has stride 1, every other stride is free.
     value: likewise with `head_dim_vo`.
-    page_table: `[batch, num_kv_heads, max_pages]` int32; stride 0 over heads when shared. `None` for
-        a contiguous cache: page `b` is request `b`.
+    page_table: `[batch, num_kv_heads, max_pages]` int32; stride 0 over heads when shared. `None`
+        for a contiguous cache: page `b` is request `b`.
     kv_lens: `[batch, num_kv_heads]` int32; stride 0 over heads when shared. `None`: every request
         holds `capacity` tokens.
     key_scale, value_scale: `[num_kv_heads]` fp32 (stride 0 when one scale serves all) or `None`;
@@ -62,8 +62,8 @@ class PagedKVCache:
         `[num_pages, num_kv_heads, page_size, head_dim_qk]` for `"HND"`; bf16, fp16, fp32 or
         float8_e4m3fn; last axis contiguous, other strides free (a layer axis inside the pool).
     value: the same with `head_dim_vo`.
-    page_table: `[batch, max_pages]` int32, or `[batch, num_kv_heads, max_pages]` for a list of pages
-        per KV head. Entries at and beyond `ceil(kv_len / page_size)` are never dereferenced.
+    page_table: `[batch, max_pages]` int32, or `[batch, num_kv_heads, max_pages]` for a list of
+        pages per KV head. Entries at and beyond `ceil(kv_len / page_size)` are never dereferenced.
     sequence_lengths: `[batch]` int32 tokens, or `[batch, num_kv_heads]` beside a per-head table.
     key_scale, value_scale: fp8 only; a Python number, or an fp32 tensor `[]`, `[1]` or
         `[num_kv_heads]` on the cache's device.
@@ -153,8 +153,8 @@ class ContiguousKVCache:
         `[batch, num_kv_heads, capacity, head_dim_qk]` for `"HND"`; dtypes and strides as in
         `PagedKVCache`.
     value: the same with `head_dim_vo`.
-    sequence_lengths: `[batch]` or `[batch, num_kv_heads]` int32 tokens; `None` = every request holds
-        `capacity` tokens.
+    sequence_lengths: `[batch]` or `[batch, num_kv_heads]` int32 tokens; `None` = every request
+        holds `capacity` tokens.
     key_scale, value_scale: as in `PagedKVCache`. Raises `ValueError` with every fault.
     """
 

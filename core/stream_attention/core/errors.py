@@ -46,7 +46,7 @@ class Faults:
     def require(
         self, holds: bool, parameter: str, value: Any, rule: str, nearest: Any = None
     ) -> bool:
-        """Record a fault unless `holds`; returns `holds` so that dependent checks can be skipped."""
+        """Record a fault unless `holds`; returns `holds`, so that later checks can be skipped."""
         if not holds:
             self.add(parameter, value, rule, nearest)
         return bool(holds)
