@@ -7,8 +7,8 @@ import re
 import lint_tree
 import pytest
 
-# STYLE: about 400 lines a module, 600 a kernel (or a test with its tables), 80 a function. What must
-# be longer says why, in its first lines, with these words: "Longer than 400 lines because ...".
+# STYLE: about 400 lines a module, 600 a kernel (or a test with its tables), 80 a function. Longer
+# ones say why, in their first lines, with the words "Longer than 400 lines because ...".
 MODULE_LINES, KERNEL_LINES, FUNCTION_LINES = 400, 600, 80
 EXCUSE = re.compile(r"longer than \d+ lines because \w+", re.IGNORECASE)
 EXCUSE_WITHIN = 20
