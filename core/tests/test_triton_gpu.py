@@ -81,7 +81,7 @@ _GRAPHS = {
         window_left=99,
         sink=1.0,
         head_dim_qk=64,
-    ),  # fmt: skip
+    ),
     "per_head": Case(qo_lens=(1, 2), kv_lens=((1024, 1024),) * 2, spare=0, head_dim_qk=64),
     "contiguous": Case(qo_lens=(1,) * 4, kv_lens=(3000,) * 4, spare=0, cache_kind="contiguous"),
 }
@@ -89,7 +89,7 @@ _GRAPHS = {
 
 @pytest.mark.parametrize("name", sorted(_GRAPHS))
 def test_graph_replays_follow_lengths_and_tables(name: str) -> None:
-    """Captured once, replayed 1,000 times with contents changed between: the bits of an eager run."""
+    """Captured once, replayed 1,000 times with contents changed between: bits of an eager run."""
     replays = 1000
     built = build(_GRAPHS[name], 0, DEVICE)
     step, described = launch(RECORD, built)

@@ -341,10 +341,11 @@ def attention_split(
     range_lo = any_begin // BLOCK_N
     range_hi = (any_end + BLOCK_N - 1) // BLOCK_N
     if SCHEDULE == "scan" or SCHEDULE == "even":
-        split = tl.minimum(split, splits)  # past the last split: an empty range
+        this = tl.minimum(split, splits)  # past the last split: an empty range
         count = tl.maximum(range_hi - range_lo, 0).to(tl.int64)
-        tile_lo = range_lo + ((count * split) // splits).to(tl.int32)
-        tile_hi = range_lo + ((count * tl.minimum(split + 1, splits)) // splits).to(tl.int32)
+        after = tl.minimum(split + 1, splits)
+        tile_lo = range_lo + ((count * this) // splits).to(tl.int32)
+        tile_hi = range_lo + ((count * after) // splits).to(tl.int32)
     elif SCHEDULE == "fixed":
         tile_lo = tl.maximum(range_lo, split * chunk_tiles)
         tile_hi = tl.minimum(range_hi, (split + 1) * chunk_tiles)

@@ -257,6 +257,7 @@ def separate_scratch(record: AttentionRecord, device: Any = "cpu") -> None:
 
 
 _MUTABLE = (
+    Case(kv_lens=(160,), spare=0, dtype="float32"),
     Case(qo_lens=(1, 3, 2), kv_lens=(48, 48, 48), spare=0),
     Case(qo_lens=(2, 2), kv_lens=((24, 24), (24, 24)), page_size=3, spare=0, layout="HND"),
     Case(qo_lens=(1, 1), kv_lens=(40, 40), cache_kind="contiguous", spare=0, call="batch"),
