@@ -49,12 +49,13 @@ def canonical(label: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A rule of the tree: its kind ("py_library"), label, source labels and direct dependencies."""
+    """A rule of the tree: its kind ("py_library"), label, sources, direct dependencies and tags."""
 
     kind: str
     label: str
     srcs: tuple[str, ...]
     deps: tuple[str, ...]
+    tags: tuple[str, ...] = ()
 
     @property
     def package(self) -> str:
@@ -77,10 +78,10 @@ def parse_targets(text: str) -> list[Target]:
     root = xml.etree.ElementTree.fromstring(re.sub(r"^<\?xml.*?\?>", "", text))
     found = []
     for rule in root.iter("rule"):
-        labels: dict[str, tuple[str, ...]] = {"srcs": (), "deps": ()}
+        labels: dict[str, tuple[str, ...]] = {"srcs": (), "deps": (), "tags": ()}
         for entry in rule.iter("list"):
             if entry.get("name") in labels:
-                values = [canonical(item.get("value", "")) for item in entry.iter("label")]
+                values = [canonical(item.get("value", "")) for item in entry]
                 labels[entry.get("name", "")] = tuple(values)
         found.append(Target(rule.get("class", ""), canonical(rule.get("name", "")), **labels))
     return found
