@@ -6,17 +6,26 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from stream_attention.core import native
 from stream_attention.core.device import DeviceFacts
 from stream_attention.core.native import NativeLibrary, NativeLibraryError
 from stream_attention.core.registry import MergeProblem, Registry
-from stream_attention.core.testing.native_library import embedded_code, library_file, require
+from stream_attention.core.testing.native_library import (
+    Shape,
+    embedded_code,
+    instructions,
+    library_file,
+    require,
+)
 from stream_attention.kernels_sm90 import capabilities
 from stream_attention.kernels_sm90.library import LIBRARY
 
 MACHINE_CODE = {"sm_90a"}
 PTX = set()
+# Wide read-once loads; the wait for, and the release of, the neighbours of a dependent launch.
+INSTRUCTIONS = {"LDG.E.NA.128", "ACQBULK", "PREEXIT"}
 SERVED = {(9, 0)}
 ARCH = 90
 
@@ -67,6 +76,25 @@ def test_holds_no_path_of_the_machine_it_was_built_on(library):
 def test_embedded_code_is_for_this_architecture(library):
     assert embedded_code(library) == (MACHINE_CODE, PTX)
     assert library.arch() == ARCH
+
+
+def test_machine_code_has_the_instructions_of_the_architecture(library):
+    found = instructions(library)
+    assert found >= INSTRUCTIONS
+    assert not {name for name in found if name.startswith(("LDL", "STL"))}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would launch on made-up addresses")
+@pytest.mark.parametrize("function", ["prepare", "launch"])
+def test_launch_without_a_driver_is_a_cuda_error(library, function):
+    address = ctypes.byref(Shape(3, 1000, 64).params())
+    if function == "prepare":
+        status = library.handle.stream_attention_state_merge_prepare(address, 100)
+    else:
+        status = library.handle.stream_attention_state_merge(address, 100, None)
+    with pytest.raises(native.NativeLaunchError, match=r"CUDA|device") as caught:
+        library.check(function, status)
+    assert caught.value.status > 0
 
 
 def test_status_text_names_refusals_and_cuda_errors(library):

@@ -100,24 +100,28 @@ def expected_kernels(vector_bytes: tuple[int, ...]) -> set[tuple[str, str, str, 
     }
 
 
-def embedded_code(library: NativeLibrary) -> tuple[set[str], set[str]]:
-    """`(targets of the machine code, targets of the PTX)`, e.g. `({"sm_80"}, {"sm_80"})`.
-
-    Asks cuobjdump, which comes inside the triton wheel.
-    """
+def _cuobjdump(library: NativeLibrary, *options: str) -> str:
+    """Output of cuobjdump, which comes with nvdisasm inside the triton wheel."""
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
         raise AssertionError("triton is not installed, whose wheel holds cuobjdump")
-    tool = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    listed = subprocess.run(
-        [str(tool), "-lelf", "-lptx", str(library_file(library))],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    tools = Path(spec.origin).parent / "backends" / "nvidia" / "bin"
+    command = [str(tools / "cuobjdump"), *options, str(library_file(library))]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def embedded_code(library: NativeLibrary) -> tuple[set[str], set[str]]:
+    """`(targets of the machine code, targets of the PTX)`, e.g. `({"sm_80"}, {"sm_80"})`."""
+    listed = _cuobjdump(library, "-lelf", "-lptx")
     machine = set(re.findall(r"^ELF file.*\.(sm_\w+)\.cubin$", listed, re.MULTILINE))
     ptx = set(re.findall(r"^PTX file.*\.(sm_\w+)\.ptx$", listed, re.MULTILINE))
     return machine, ptx
+
+
+def instructions(library: NativeLibrary) -> set[str]:
+    """Every opcode, with its modifiers, of the library's machine code, e.g. `"LDG.E.128"`."""
+    listed = _cuobjdump(library, "-sass")
+    return set(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", listed, re.M))
 
 
 @dataclass(frozen=True, slots=True)
