@@ -61,6 +61,7 @@ ROWS = (
     Row("other", "peer", "ok", (), timing(400.0), None),
     Row("broken", "peer", "failed", ("RuntimeError: no luck",)),
     Row("liar", "peer", "wrong", ("max error 1",), check=CHECK),
+    Row("lazy", "peer", "wrong", ("poison",), check=Check(False, *[None] * 4, 0, 2, "poison")),
     Row("gpu_a", "peer", "unsupported", ("needs CUDA",)),
     Row("gpu_b", "peer", "unsupported", ("needs CUDA",)),
 )
@@ -98,6 +99,7 @@ def test_losing_rows_stay_with_their_reasons():
     text = printed(result(*ROWS))
     assert cells(text, "broken").rstrip().endswith("failed")
     assert cells(text, "liar").rstrip().endswith("wrong")
+    assert cells(text, "lazy").split() == ["lazy", "wrong"]
     assert "broken: failed: RuntimeError: no luck" in text
     assert "gpu_a, gpu_b: unsupported: needs CUDA" in text
 

@@ -71,6 +71,15 @@ def test_time_limit_keeps_five_samples_and_every_pool():
     assert few.n == 5
 
 
+def test_every_pool_is_timed_however_few_samples_are_asked_for():
+    clock, log = Clock(), []
+    calls = [spender(clock, log, index, 1) for index in range(4)]
+    found = timing.measure(
+        calls, device=CPU, replays=2, before_samples=lambda: log.clear(), clock=clock
+    )
+    assert found.n == 4 and set(log) == set(range(4))
+
+
 @pytest.mark.parametrize(
     ("calls", "replays", "message"),
     [([], 1, "calls=0: needs at least one call"), ([print], 0, "replays=0: must be an int >= 1")],

@@ -17,9 +17,9 @@ from stream_attention.core.cache import PagedKVCache
 from stream_attention.core.testing.golden import Golden, golden
 from stream_attention.core.testing.tolerance import compare
 
-# Tokens times query heads that the oracle works through for one pool: about two seconds of fp64 on
-# two CPU cores.
-ORACLE_BUDGET = {"cpu": 1 << 19, "cuda": 1 << 23}
+# Tokens times query heads that the oracle works through for one pool. On a CPU: the eight requests of
+# the suite `cpu_headline`, some seconds on two cores.
+ORACLE_BUDGET = {"cpu": 1 << 21, "cuda": 1 << 23}
 MAX_REQUESTS = 8
 
 
@@ -27,15 +27,16 @@ MAX_REQUESTS = 8
 class Check:
     """The verdict on one contender: errors and bounds over the checked rows, worst pool.
 
-    ok: within the tolerance and every row written. rows_checked of rows: against the oracle.
+    ok: within the tolerance and every row written. Errors are `None` where a fault was found before
+    they were computed. rows_checked of rows: against the oracle.
     message: what is wrong, "" when nothing is.
     """
 
     ok: bool
-    max_error: float
-    max_bound: float
-    rms_error: float
-    rms_bound: float
+    max_error: float | None
+    max_bound: float | None
+    rms_error: float | None
+    rms_bound: float | None
     rows_checked: int
     rows: int
     message: str = ""
@@ -87,9 +88,7 @@ class Expected:
         )
 
     def _failed(self, message: str) -> Check:
-        nan = float("nan")
-        rows = self.pool.case.num_rows
-        return Check(False, nan, nan, nan, nan, 0, rows, message)
+        return Check(False, None, None, None, None, 0, self.pool.case.num_rows, message)
 
 
 def worst(checks: Sequence[Check]) -> Check:
@@ -97,7 +96,7 @@ def worst(checks: Sequence[Check]) -> Check:
     bad = [check for check in checks if not check.ok]
     if bad:
         return bad[0]
-    return max(checks, key=lambda check: check.max_error / check.max_bound)
+    return max(checks, key=lambda check: (check.max_error or 0.0) / (check.max_bound or 1.0))
 
 
 def expect(pool: Pool) -> Expected:

@@ -116,7 +116,7 @@ def _timing_cells(result: CaseResult, row: Row) -> list[str]:
 
 def _check_cells(row: Row) -> list[str]:
     extra = "" if row.extra_bytes is None else f"{row.extra_bytes / MIB:.1f}"
-    if row.check is None:
+    if row.check is None or row.check.max_error is None:
         return ["", extra]
     return [f"{row.check.max_error:.1e} / {row.check.max_bound:.1e}", extra]
 

@@ -160,4 +160,4 @@ def _row(data: dict[str, Any]) -> Row:
 
 def write_json(run: Run, path: Path) -> None:
     """Write `to_json(run)` to `path`."""
-    write_text(path, json.dumps(to_json(run), indent=1) + "\n")
+    write_text(path, json.dumps(to_json(run), indent=1, allow_nan=False) + "\n")

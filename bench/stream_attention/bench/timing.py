@@ -103,7 +103,8 @@ def measure(
     calls: closures that enqueue (CUDA) or do (CPU) one problem each; plans and outputs exist.
     cold: rotate over all calls, whose pools exceed the cache; `False`: repeat the first only.
     graph: CUDA only; `False` times eager launches instead. Ignored on a CPU.
-    replays: samples to take; fewer, but at least 5, when `max_seconds` runs out (CPU only).
+    replays: samples to take. On a CPU and in eager mode at least one a pool; on a CPU no more than
+        that, but at least 5, when `max_seconds` runs out.
     before_samples: run once after warm-up and capture, before the first sample; used to poison
         outputs, so that what is checked afterwards was written by the timed work itself.
     clock: seconds; replaced in tests.
@@ -222,7 +223,7 @@ def _measure_cpu(
     samples: list[float] = []
     begin = clock()
     index = 1  # the warm-up has just read pool 0
-    while len(samples) < replays:
+    while len(samples) < max(replays, len(rotation)):
         call = rotation[index % len(rotation)]
         start = clock()
         call()
