@@ -1,0 +1,154 @@
+"""Which Bazel `bazelw` takes, on machines made up of a PATH with stand-ins."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+COMMANDS = ("bash", "basename", "cat", "dirname", "env", "head", "id", "sed", "sort")
+
+
+class Machine:
+    """A PATH with a few commands, and a workspace whose Debian files are where the test wants."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.bin = folder / "bin"
+        self.home = folder / "home"
+        self.workspace = folder / "workspace"
+        for path in (self.bin, self.home, self.workspace / "tools/airgap", folder / "debian"):
+            path.mkdir(parents=True)
+        for command in COMMANDS:
+            (self.bin / command).symlink_to(shutil.which(command))
+        (self.bin / "python3").symlink_to(sys.executable)
+        text = pathlib.Path("bazelw").read_text()
+        for name in ("debian_bazel", "debian_python", "debian_files"):
+            assert f"\n{name}=" in text
+        lines = [
+            f"debian_bazel={folder}/debian/bazel-4"
+            if line.startswith("debian_bazel=")
+            else f"debian_python={folder}/debian/python3"
+            if line.startswith("debian_python=")
+            else f"debian_files=({folder}/debian/bazel-4)"
+            if line.startswith("debian_files=")
+            else line
+            for line in text.splitlines()
+        ]
+        self.script(self.workspace / "bazelw", "\n".join(lines))
+        self.script(self.workspace / "tools/bazel", pathlib.Path("tools/bazel").read_text())
+
+    def script(self, path, text):
+        """Write an executable file."""
+        path.write_text(text + "\n")
+        path.chmod(0o755)
+
+    def bazel(self, path, version):
+        """A Bazel that says how it was called."""
+        self.script(
+            path,
+            f'#!/bin/bash\n[[ $1 == --version ]] && {{ echo "bazel {version}"; exit; }}\n'
+            'echo "$(basename "$0") $*"',
+        )
+
+    def run(self, *args, cwd="/", **variables):
+        """Run bazelw; gives (exit code, stdout, stderr)."""
+        environment = {"PATH": str(self.bin), "HOME": str(self.home), **variables}
+        environment = {key: value for key, value in environment.items() if value is not None}
+        done = subprocess.run(
+            [self.workspace / "bazelw", *args],
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def test_debians_bazel_builds_in_air_gapped_mode(machine):
+    machine.bazel(machine.folder / "debian/bazel-4", "no_version")
+    code, stdout, _ = machine.run("test", "//...")
+    rc = machine.workspace / "tools/airgap/bazelrc"
+    assert (code, stdout) == (0, f"bazel-4 --bazelrc={rc} test //...\n")
+
+
+def test_a_new_bazel_on_path_builds_in_registry_mode(machine):
+    machine.bazel(machine.bin / "bazel", "8.4.2")
+    assert machine.run("test", "//...")[:2] == (0, "bazel test //...\n")
+
+
+def test_bazelisk_is_taken_without_asking_its_version(machine):
+    machine.script(machine.bin / "bazelisk", '#!/bin/bash\necho "bazelisk $*"')
+    assert machine.run("info")[:2] == (0, "bazelisk info\n")
+
+
+def test_debians_bazel_comes_before_others_because_it_is_the_tested_one(machine):
+    machine.bazel(machine.folder / "debian/bazel-4", "no_version")
+    machine.script(machine.bin / "bazelisk", "#!/bin/bash\necho wrong")
+    assert machine.run("info")[1].startswith("bazel-4 ")
+
+
+@pytest.mark.parametrize("version", ["6.5.0", "7.3.9", "no_version"])
+def test_an_old_bazel_is_not_taken(machine, version):
+    machine.bazel(machine.bin / "bazel", version)
+    code, stdout, stderr = machine.run("info")
+    assert (code, stdout) == (1, "")
+    assert "no usable Bazel found" in stderr
+    assert "install Bazelisk or Bazel 8" in stderr
+
+
+def test_debians_packages_are_installed_and_said(machine):
+    bazel = machine.folder / "debian/bazel-4"
+    packed = machine.folder / "packed"
+    machine.bazel(packed, "no_version")
+    machine.script(machine.bin / "apt-cache", "#!/bin/bash")
+    machine.script(
+        machine.bin / "apt-get",
+        f"#!/bin/bash\n[[ $1 == install ]] && {shutil.which('cp')} {packed} {bazel}\n"
+        'echo "apt-get $*"',
+    )
+    machine.script(machine.bin / "sudo", '#!/bin/bash\n"$@"')
+    code, stdout, stderr = machine.run("info")
+    assert code == 0
+    assert stdout.startswith("bazel-4 ")
+    wanted = "bazel-bootstrap bazel-rules-java bazel-skylib python3-venv"
+    assert f"bazelw: installing Debian's packages: {wanted}\n" in stderr
+    assert f"apt-get install -y -qq --no-install-recommends {wanted}\n" in stderr
+
+
+def test_an_installation_that_fails_says_what_to_do(machine):
+    machine.script(machine.bin / "apt-cache", "#!/bin/bash")
+    machine.script(machine.bin / "apt-get", "#!/bin/bash\nexit 100")
+    machine.script(machine.bin / "sudo", '#!/bin/bash\n"$@"')
+    code, _, stderr = machine.run("info")
+    assert code == 1
+    assert "apt-get could not install them; install Bazelisk or Bazel 8" in stderr
+
+
+def test_a_python_that_cannot_make_a_venv_is_seen(machine):
+    machine.bazel(machine.folder / "debian/bazel-4", "no_version")
+    (machine.bin / "python3").unlink()
+    code, _, stderr = machine.run("info")
+    assert code == 1
+    assert "no Python of 3.10 or later that can make a venv" in stderr
+
+
+def test_a_named_bazel_must_exist(machine):
+    code, _, stderr = machine.run("info", STREAM_ATTENTION_BAZEL="/no/such/bazel")
+    assert code == 1
+    assert "STREAM_ATTENTION_BAZEL=/no/such/bazel: must be an executable; unset it" in stderr
+
+
+@pytest.mark.parametrize("home", [None, "", "/no/such/home"])
+def test_without_a_home_bazel_gets_an_output_root(machine, home):
+    machine.bazel(machine.bin / "bazel", "8.4.2")
+    code, stdout, _ = machine.run("info", HOME=home, TMPDIR=str(machine.folder))
+    wanted = f"--output_user_root={machine.folder}/bazel_{os.getuid()}"
+    assert (code, stdout) == (0, f"bazel {wanted} info\n")
