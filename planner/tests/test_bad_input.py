@@ -541,6 +541,20 @@ def test_bad_sequences_are_refused_by_name(function, name):
         assert part in str(caught.value)
 
 
+def test_prefill_validates_the_sink():
+    sink = torch.tensor([0.0, NAN, 0.0, 0.0])
+    with pytest.raises(ValueError, match=r"attn_sink\[1\]=nan: query head 1"):
+        stream_attn.prefill(**_sequences(), attn_sink=sink)
+
+
+def test_a_misspelt_option_is_named():
+    tensors = _tensors()
+    q, cache = tensors.pop("q"), PagedKVCache(**tensors)
+    for call in (stream_attn.decode, stream_attn.attention, StreamAttnEngine().plan):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'windw_left'"):
+            call(q, cache, windw_left=3)
+
+
 def test_prefill_points_a_call_with_gradients_to_train():
     tensors = _sequences()
     tensors["k"].requires_grad_()

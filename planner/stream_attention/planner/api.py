@@ -11,6 +11,7 @@ from stream_attention.planner.differentiable import run_prefill, run_train
 from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity
 from stream_attention.planner.ops import call_traced
 from stream_attention.planner.serve import serve
+from stream_attention.planner.traced import prefill_traced, train_traced
 
 
 def decode(
@@ -147,6 +148,7 @@ def prefill(
     out: torch.Tensor | None = None,
     batch_invariant: bool = False,
     return_info: bool = False,
+    validate: bool = True,
 ) -> Any:
     """Exact attention of whole sequences, without gradients: `out[, lse][, info]`.
 
@@ -155,22 +157,30 @@ def prefill(
     attn_mask: bool (True = seen) or additive float, broadcastable to
         `[batch, num_qo_heads, qo_len, kv_len]`, on top of the other masks.
     """
+    options: dict[str, Any] = {
+        "sm_scale": sm_scale,
+        "causal": causal,
+        "window_left": window_left,
+        "window_right": window_right,
+        "logits_soft_cap": logits_soft_cap,
+        "attn_sink": attn_sink,
+        "return_lse": return_lse,
+        "batch_invariant": batch_invariant,
+    }
+    names = (policy_name, model_id, layer_id)
+    if torch.compiler.is_compiling():
+        result = prefill_traced(q, k, v, attn_mask, mode, names, validate, out, options)
+        return _shown(result, return_info)
     result = run_prefill(
         q,
         k,
         v,
         attn_mask=attn_mask,
         mode=mode,
-        identity=PolicyIdentity(policy_name, model_id, layer_id),
-        sm_scale=sm_scale,
-        causal=causal,
-        window_left=window_left,
-        window_right=window_right,
-        logits_soft_cap=logits_soft_cap,
-        attn_sink=attn_sink,
-        return_lse=return_lse,
+        identity=PolicyIdentity(*names),
+        validate=validate,
         out=out,
-        batch_invariant=batch_invariant,
+        **options,
     )
     return _shown(result, return_info)
 
@@ -202,6 +212,20 @@ def train(
     Shapes and `attn_mask` are as in `prefill`. dropout_p: probability in `[0, 1)` that a weight is
     dropped, the others scaled by `1 / (1 - dropout_p)`. generator: source of its randomness.
     """
+    options: dict[str, Any] = {
+        "sm_scale": sm_scale,
+        "causal": causal,
+        "window_left": window_left,
+        "window_right": window_right,
+        "logits_soft_cap": logits_soft_cap,
+        "attn_sink": attn_sink,
+        "return_lse": return_lse,
+        "batch_invariant": batch_invariant,
+    }
+    names = (policy_name, model_id, layer_id)
+    if torch.compiler.is_compiling():
+        result = train_traced(q, k, v, attn_mask, dropout_p, generator, mode, names, options)
+        return _shown(result, return_info)
     result = run_train(
         q,
         k,
@@ -210,15 +234,8 @@ def train(
         dropout_p=dropout_p,
         generator=generator,
         mode=mode,
-        identity=PolicyIdentity(policy_name, model_id, layer_id),
-        sm_scale=sm_scale,
-        causal=causal,
-        window_left=window_left,
-        window_right=window_right,
-        logits_soft_cap=logits_soft_cap,
-        attn_sink=attn_sink,
-        return_lse=return_lse,
-        batch_invariant=batch_invariant,
+        identity=PolicyIdentity(*names),
+        **options,
     )
     return _shown(result, return_info)
 

@@ -13,6 +13,7 @@ from stream_attention.core.device import device_facts
 from stream_attention.core.errors import Faults, UnsupportedProblem, shape_of
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import Registry, default_registry
+from stream_attention.core.validate import validate as validate_contents
 from stream_attention.planner.dispatch import (
     Candidate,
     Ranking,
@@ -23,7 +24,7 @@ from stream_attention.planner.dispatch import (
     why_chosen,
 )
 from stream_attention.planner.modes import PolicyIdentity, decide
-from stream_attention.planner.serve import Served, serve
+from stream_attention.planner.serve import Served, capturing, serve
 
 _OWN_RESULT = "out is given, and this route returns a tensor of its own; use out=None"
 
@@ -36,6 +37,7 @@ def run_prefill(
     attn_mask: torch.Tensor | None,
     mode: str,
     identity: PolicyIdentity,
+    validate: bool = True,
     registry: Registry | None = None,
     **options: Any,
 ) -> Served:
@@ -46,15 +48,9 @@ def run_prefill(
     """
     registry = default_registry() if registry is None else registry
     decision = decide(mode, identity)
-    _check_sequences(q, k, v)
-    described = describe(q, k, v_cache=v, allocate=False, **options)
-    problem = dataclasses.replace(
-        described.problem, phase="prefill", mask=_mask_kind(attn_mask, described)
-    )
+    problem = prefill_problem(q, k, v, attn_mask, validate and not capturing(q), **options)
     device = device_facts(q.device)
-    # Launches are bound to q, K and V alone: a mask can only go to a route that is applied.
-    forms = ("build", "apply") if problem.mask is None else ("apply",)
-    ranking = rank(problem, device, registry, forms=forms)
+    ranking = rank(problem, device, registry, forms=forms_of(problem))
     for place, candidate in enumerate(ranking.candidates):
         try:
             if candidate.record.build is not None and problem.mask is None:
@@ -64,7 +60,7 @@ def run_prefill(
                     v_cache=v,
                     mode=mode,
                     identity=identity,
-                    validate=False,  # no lengths, no pages: metadata says it all
+                    validate=False,  # it was done above
                     registry=registry,
                     phase="prefill",
                     ranking=ranking,
@@ -98,19 +94,9 @@ def run_train(
     """`(out, lse or None, info)` by the best differentiable route."""
     registry = default_registry() if registry is None else registry
     decision = decide(mode, identity)
-    _check_sequences(q, k, v)
-    _check_generator(generator, q)
-    with torch.no_grad():  # gradients are what this call is for
-        described = describe(q, k, v_cache=v, allocate=False, **options)
-    problem = dataclasses.replace(
-        described.problem,
-        phase="train",
-        differentiable=True,
-        dropout_p=dropout_p,
-        mask=_mask_kind(attn_mask, described),
-    )
+    problem = train_problem(q, k, v, attn_mask, dropout_p, generator, **options)
     device = device_facts(q.device)
-    ranking = rank(problem, device, registry, forms=("apply",))
+    ranking = rank(problem, device, registry, forms=forms_of(problem))
     for candidate in ranking.candidates:
         try:
             return _apply(
@@ -126,6 +112,56 @@ def run_train(
         except UnsupportedProblem as error:
             ranking = _refuse(ranking, candidate, error)
     raise unsupported(problem, device, list(ranking.rejections))
+
+
+def prefill_problem(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    validate: bool,
+    **options: Any,
+) -> AttentionProblem:
+    """The checked problem of a prefill call."""
+    _check_sequences(q, k, v)
+    described = describe(q, k, v_cache=v, allocate=False, **options)
+    if validate:
+        validate_contents(described)
+    return dataclasses.replace(
+        described.problem, phase="prefill", mask=_mask_kind(attn_mask, described)
+    )
+
+
+def train_problem(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    generator: torch.Generator | None,
+    **options: Any,
+) -> AttentionProblem:
+    """The checked problem of a train call; contents are not looked at, so nothing syncs."""
+    _check_sequences(q, k, v)
+    _check_generator(generator, q)
+    with torch.no_grad():  # gradients are what this call is for
+        described = describe(q, k, v_cache=v, allocate=False, **options)
+    return dataclasses.replace(
+        described.problem,
+        phase="train",
+        differentiable=True,
+        dropout_p=dropout_p,
+        mask=_mask_kind(attn_mask, described),
+    )
+
+
+def forms_of(problem: AttentionProblem) -> tuple[str, ...]:
+    """How a whole-sequence problem may be served: launches are bound to q, K and V alone, so a mask
+    or a gradient can only come from a route that is applied.
+    """
+    if problem.mask is not None or problem.differentiable:
+        return ("apply",)
+    return ("build", "apply")
 
 
 def _apply(

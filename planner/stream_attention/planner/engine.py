@@ -68,7 +68,7 @@ class StreamAttnEngine:
             head_dim]` beside `v_cache`.
         mode: `exact_native`, `seed_only_native`, `verified_auto` (or `dense`, `auto`).
         validate: check lengths, page ids and scales now, with one sync; never inside `run`.
-        options: the keywords of `stream_attention.core.describe.describe`.
+        options: the keywords of `plan_attention`.
 
         Raises `ValueError` with every fault, `UnsupportedProblem` with every candidate's reasons.
         """
@@ -85,7 +85,17 @@ class StreamAttnEngine:
         v_cache: torch.Tensor | None = None,
         mode: str = DEFAULT_MODE,
         validate: bool = True,
-        **options: Any,
+        sm_scale: float | None = None,
+        causal: bool = True,
+        window_left: int | None = None,
+        window_right: int | None = None,
+        logits_soft_cap: float | None = None,
+        attn_sink: torch.Tensor | None = None,
+        return_lse: bool = False,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        batch_invariant: bool = False,
+        max_qo_len: int | None = None,
     ) -> AttentionPlan:
         """A plan for any mix of prefill, append, verify and decode requests.
 
@@ -95,9 +105,25 @@ class StreamAttnEngine:
         """
         decision = decide(mode, self.identity)
         with home_of(q):
-            described = describe(q, cache, qo_indptr, v_cache=v_cache, **options)
+            described = describe(
+                q,
+                cache,
+                qo_indptr,
+                v_cache=v_cache,
+                sm_scale=sm_scale,
+                causal=causal,
+                window_left=window_left,
+                window_right=window_right,
+                logits_soft_cap=logits_soft_cap,
+                attn_sink=attn_sink,
+                return_lse=return_lse,
+                out=out,
+                lse=lse,
+                batch_invariant=batch_invariant,
+                max_qo_len=max_qo_len,
+            )
             if validate:
-                described = checked(described, options.get("max_qo_len"))
+                described = checked(described, max_qo_len)
             problem = described.problem
             tile_plan = AttentionTilePlan.for_problem(problem)
             device = device_facts(q.device)
@@ -113,9 +139,9 @@ class StreamAttnEngine:
             "key_scale": bound_cache.key_scale,
             "value_scale": bound_cache.value_scale,
             "qo_indptr": qo_indptr,
-            "attn_sink": options.get("attn_sink"),
-            "out": options.get("out"),
-            "lse": options.get("lse"),
+            "attn_sink": attn_sink,
+            "out": out,
+            "lse": lse,
         }
         return AttentionPlan(described, tile_plan, built, given)
 

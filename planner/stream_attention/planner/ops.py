@@ -20,7 +20,7 @@ from stream_attention.core.errors import UnsupportedProblem
 from stream_attention.core.info import AttentionInfo
 from stream_attention.core.registry import default_registry
 from stream_attention.core.tile_plan import AttentionTilePlan
-from stream_attention.planner.dispatch import unsupported, why_chosen
+from stream_attention.planner.dispatch import slower, unsupported, why_chosen
 from stream_attention.planner.modes import PolicyIdentity, decide
 from stream_attention.planner.serve import RANKINGS, serve
 
@@ -186,12 +186,12 @@ def call_traced(
     info = None
     if return_info:
         info = _traced_info(
-            tuple(None if t is None else (_sizes(t), t.dtype) for t in tensors),
-            tuple(None if t is None else _sizes(t) for t in scale_tensors),
+            tuple(None if t is None else (sizes_of(t), t.dtype) for t in tensors),
+            tuple(None if t is None else sizes_of(t) for t in scale_tensors),
             tuple(scale_values),
             q.device,
             cache.layout,
-            None if qo_indptr is None else _sizes(qo_indptr),
+            None if qo_indptr is None else sizes_of(qo_indptr),
             attn_sink is not None,
             None if out is None else out.dtype,
             mode,
@@ -217,7 +217,7 @@ def call_traced(
     return out, lse, info
 
 
-def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape in plain ints. `index` guards a symbolic size: a route is chosen for one size."""
     return tuple([operator.index(size) for size in tensor.shape])
 
@@ -325,7 +325,10 @@ def _rank_traced(
         guarantee=AttentionTilePlan.for_problem(problem).guarantee,
         reason=f"{decision.reason}; {why}; ranked while tracing: splits and workspace are chosen "
         "when the compiled call runs",
-        fallback_reasons=tuple(str(rejection) for rejection in ranking.rejections),
+        fallback_reasons=tuple(
+            str(rejection)
+            for rejection in (*ranking.rejections, *slower(ranking.candidates[1:], chosen))
+        ),
         arch=facts.arch,
     )
 

@@ -1,0 +1,88 @@
+"""`prefill` and `train` under torch.compile(fullgraph=True) equal eager, gradients included."""
+
+import pytest
+import torch
+
+import stream_attention as stream_attn
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def tensors(qo_len=6, kv_len=9, **options):
+    return tuple(
+        torch.randn(2, n, h, 16, **options) for n, h in ((qo_len, 4), (kv_len, 2), (kv_len, 2))
+    )
+
+
+OPTIONS = [
+    {},
+    {"causal": False, "window_left": 2, "window_right": 1},
+    {"logits_soft_cap": 2.0, "sm_scale": 0.5},
+    {"attn_sink": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    {"attn_mask": torch.rand(2, 1, 6, 9) > 0.5},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+def test_a_compiled_train_call_equals_eager(options):
+    inputs = [t.requires_grad_() for t in tensors()]
+
+    def run(q, k, v, sink, mask):
+        return stream_attn.train(q, k, v, return_info=True, **given(sink, mask))
+
+    def given(sink, mask):
+        rest = {n: x for n, x in options.items() if n not in ("attn_sink", "attn_mask")}
+        return {"attn_sink": sink, "attn_mask": mask, **rest}
+
+    arguments = (*inputs, options.get("attn_sink"), options.get("attn_mask"))
+    got, info = compiled(run)(*arguments)
+    want, eager_info = run(*arguments)
+    torch.testing.assert_close(got, want)
+    assert (info.route, info.fallback_reasons) == (eager_info.route, eager_info.fallback_reasons)
+    weights = torch.randn_like(want)
+    mine = torch.autograd.grad(got, inputs, weights)
+    for one, other in zip(mine, torch.autograd.grad(want, inputs, weights), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:4], ids=lambda options: "-".join(options) or "plain")
+def test_a_compiled_prefill_call_equals_eager(options):
+    def run(q, k, v):
+        return stream_attn.prefill(q, k, v, return_lse=True, return_info=True, **options)
+
+    arguments = tensors()
+    got, want = compiled(run)(*arguments), run(*arguments)
+    torch.testing.assert_close(got[:2], want[:2])
+    assert got[2].route == want[2].route
+
+
+def test_a_compiled_prefill_call_writes_the_callers_out():
+    def run(q, k, v, out):
+        stream_attn.prefill(q, k, v, out=out)
+        return out * 2
+
+    q, k, v = tensors()
+    out = torch.full_like(q, torch.nan)
+    doubled = compiled(run)(q, k, v, out)
+    torch.testing.assert_close(out, stream_attn.prefill(q, k, v))
+    assert torch.equal(doubled, out * 2)
+
+
+def test_no_graph_breaks_in_a_block_that_trains():
+    def block(x, wq, wk, wv):
+        q, k, v = (torch.unflatten(x @ w, 2, (-1, 16)) for w in (wq, wk, wv))
+        return stream_attn.train(q, k, v).flatten(2).square().mean()
+
+    torch._dynamo.reset()
+    weights = [torch.randn(32, n, requires_grad=True) for n in (64, 32, 32)]
+    report = torch._dynamo.explain(block)(torch.randn(2, 8, 32), *weights)
+    assert report.graph_break_count == 0
+
+
+def test_a_call_at_fault_names_it_while_it_is_traced():
+    q, k, v = tensors()
+    with pytest.raises(Exception, match="the last axis must be the key's head_dim = 16"):
+        compiled(stream_attn.train)(q[..., :8], k, v)
