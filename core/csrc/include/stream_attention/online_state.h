@@ -57,7 +57,8 @@ struct OnlineState {
     for (int i = 0; i < kElements; ++i) acc[i] = fmaf(weight, value[i], acc[i]);
   }
 
-  // Adds the states that another thread collected; raise_max(other_max) was called before.
+  // What moves the sums of another thread, taken at other_max, to this reference point;
+  // raise_max(other_max) was called before.
   STREAM_ATTENTION_HOST_DEVICE float factor_for(float other_max) const {
     return other_max == max ? 1.0f : weight_of(other_max, max);
   }
