@@ -97,6 +97,27 @@ def test_fakes_tell_the_real_results():
                 assert got.stride() == want.stride()
 
 
+def test_fake_tensors_go_through_the_operator():
+    with torch._subclasses.FakeTensorMode():
+        q, k, v = torch.empty(3, 4, 16), torch.empty(3, 9, 2, 16), torch.empty(3, 9, 2, 8)
+        out, lse, info = stream_attn.decode(q, k, v, return_lse=True)
+        assert (out.shape, lse.shape) == ((3, 4, 8), (3, 4))
+        assert isinstance(out, torch._subclasses.FakeTensor)
+    assert info.route
+
+
+def test_export_keeps_one_operator():
+    class Model(torch.nn.Module):
+        def forward(self, q, key, value):
+            return stream_attn.decode(q, key, value, return_info=False)
+
+    inputs = torch.randn(3, 4, 16), torch.randn(3, 9, 2, 16), torch.randn(3, 9, 2, 16)
+    program = torch.export.export(Model(), inputs)
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert any("stream_attn.attention" in target for target in targets)
+    assert torch.equal(program.module()(*inputs), Model()(*inputs))
+
+
 def step(q, cache, token, **options):
     """A decode step: append one token in place, then attend over the cache."""
     position = cache.sequence_lengths.long()

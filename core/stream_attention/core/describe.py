@@ -7,6 +7,7 @@ geometry, options, outputs. What only contents can tell (lengths, page ids, offs
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +132,8 @@ def describe(
     problem = _problem(faults, fields)
     assert packed is not None and cache is not None
     view = cache.view()
+    if view.key.requires_grad or view.value.requires_grad:
+        view = dataclasses.replace(view, key=view.key.detach(), value=view.value.detach())
     total, heads = problem.total_qo_len, problem.num_qo_heads
     place = q.device if allocate else torch.device("meta")
     if out is None:
@@ -142,12 +145,12 @@ def describe(
     if lse is None and return_lse:
         lse = torch.empty((total, heads), dtype=torch.float32, device=place)
     bound = BoundTensors(
-        q=packed,
+        q=packed.detach() if packed.requires_grad else packed,
         kv=view,
         qo_indptr=qo_indptr,
         out=out.view(total, heads, problem.head_dim_vo),
         lse=None if lse is None else lse.view(total, heads),
-        attn_sink=attn_sink,
+        attn_sink=None if attn_sink is None else attn_sink.detach(),
     )
     check_alias(bound)
     return Described(problem, bound, cache, (*q.shape[:-1], problem.head_dim_vo))

@@ -248,10 +248,16 @@ def _serve_or_trace(
     names: tuple[str | None, str | None, int | None],
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """The call itself, or one operator in the graph of a function that is being traced."""
-    if torch.compiler.is_compiling():
+    """The call itself, or one operator: in the graph of a function that is being traced, and for
+    tensors that are more than memory (fake ones, subclasses), which the dispatcher knows about.
+    """
+    if torch.compiler.is_compiling() or _is_subclass(q):
         return call_traced(q, cache, qo_indptr, names=names, return_info=return_info, **options)
     return serve(q, cache, qo_indptr, identity=PolicyIdentity(*names), **options)
+
+
+def _is_subclass(q: Any) -> bool:
+    return isinstance(q, torch.Tensor) and type(q) not in (torch.Tensor, torch.nn.Parameter)
 
 
 def _shown(result: tuple[torch.Tensor, torch.Tensor | None, Any], return_info: bool) -> Any:
