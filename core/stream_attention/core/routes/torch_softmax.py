@@ -48,8 +48,9 @@ def add_weighted(
     """`acc + weights · value`, where a token hidden from a row takes no part, whatever it holds.
 
     acc: `[n, rows, head_dim]`, overwritten, or `None` for 0. weights: `[n, rows, tokens]`, 0 where
-    hidden. value: `[n, tokens, head_dim]`. mask: `[n, rows, tokens]` (broadcast) True where hidden, or `None` when
-    every row sees every token. `0 · NaN` is NaN, so values that are not finite go row by row.
+    hidden. value: `[n, tokens, head_dim]`. mask: `[n, rows, tokens]` (broadcast) True where hidden,
+    or `None` when every row sees every token. `0 · NaN` is NaN, so tokens that are not finite are
+    added one by one.
     """
     if mask is None or torch.isfinite(value.sum()):
         return torch.bmm(weights, value) if acc is None else acc.baddbmm_(weights, value)
