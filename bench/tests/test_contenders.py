@@ -201,7 +201,7 @@ def test_sdpa_says_that_it_cannot_serve_an_empty_request():
 def test_flashinfer_gives_its_reasons_where_it_cannot_run():
     peers = contenders_lib.load_peers().peers
     names = [name for name in peers if name.startswith("flashinfer_")]
-    assert len(names) == 4
+    assert len(names) == 5
     for name in names:
         row = row_of(peers[name])
         assert row.outcome == "unsupported"

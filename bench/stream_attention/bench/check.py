@@ -17,8 +17,8 @@ from stream_attention.core.cache import PagedKVCache
 from stream_attention.core.testing.golden import Golden, golden
 from stream_attention.core.testing.tolerance import compare
 
-# Tokens times query heads that the oracle works through for one pool. On a CPU: the eight requests of
-# the suite `cpu_headline`, some seconds on two cores.
+# Tokens times query heads that the oracle works through for one pool. On a CPU: the eight requests
+# of the suite `cpu_headline`, some seconds on two cores.
 ORACLE_BUDGET = {"cpu": 1 << 21, "cuda": 1 << 23}
 MAX_REQUESTS = 8
 

@@ -18,6 +18,8 @@ from stream_attention.bench.machine import cold_rotation_bytes
 from stream_attention.bench.timing import Timing, measure
 from stream_attention.core.errors import Faults
 
+# A case may be this much larger than the largest size: q and tables lie beside a power of two of KV.
+_REACH = 1.1
 _UNIT_BYTES = 16384 * 4  # every launch shape of the read kernel divides this
 
 
@@ -85,7 +87,7 @@ def curve_sizes(case_bytes: Sequence[int], *, step: int, largest: int) -> tuple[
     while size <= largest:
         if size * step > low:
             sizes.append(size)
-        if size >= high:
+        if size * _REACH >= high:
             break
         size *= step
     return tuple(sizes) or (largest // _UNIT_BYTES * _UNIT_BYTES,)

@@ -14,7 +14,7 @@ from stream_attention.bench.formulas import MIB
 from stream_attention.bench.machine import Environment
 from stream_attention.bench.results import CaseResult, Row
 
-FULL_WIDTH = 132  # every column of a case table without a break in a number
+FULL_WIDTH = 136  # every column of a case table without a break in a number
 
 _METHOD_TEXT = {
     "cuda_graph_cold": "CUDA-graph replay, cold L2",

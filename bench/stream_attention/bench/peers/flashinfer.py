@@ -104,6 +104,41 @@ def build_xqa(case: DecodeCase, pools: Sequence[Pool], device: torch.device) -> 
     return works
 
 
+@peer("flashinfer_holistic", supports=_supports)
+def build_holistic(case: DecodeCase, pools: Sequence[Pool], device: torch.device) -> list[Work]:
+    """`BatchAttention`: one persistent kernel over a balanced work list."""
+    module, _ = _load()
+    assert module is not None
+    dtype = torch_dtype(case.dtype)
+    works = []
+    for pool in pools:
+        indptr, indices, _ = _csr(case, pool)
+        queries = torch.arange(case.batch + 1, dtype=torch.int32) * case.q_len
+        attention = module.BatchAttention(kv_layout=case.layout, device=str(device))
+        attention.plan(
+            queries.to(device),
+            indptr.to(device),
+            indices.to(device),
+            pool.cache.sequence_lengths,
+            case.num_qo_heads,
+            case.num_kv_heads,
+            case.head_dim,
+            case.head_dim,
+            case.page_size,
+            causal=case.q_len > 1,
+            sm_scale=case.head_dim**-0.5,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+        )
+        out = torch.empty_like(pool.q)
+        lse = torch.empty(pool.q.shape[:2], dtype=torch.float32, device=device)
+        run = functools.partial(
+            attention.run, pool.q, (pool.cache.key, pool.cache.value), out=out, lse=lse
+        )
+        works.append(Work(run=run, out=out))
+    return works
+
+
 def _wrapper(
     case: DecodeCase,
     pools: Sequence[Pool],

@@ -89,7 +89,7 @@ def _work(case: DecodeCase, pool: Pool, device: torch.device, attend: Attend) ->
             value = _gather(pool.cache.value, pages, tokens, case)
             result[first:last] = attend(q[first:last], key, value, mask)
 
-    note = "" if len(set(case.kv_lens)) == 1 else ("padded" if padded else "request by request")
+    note = "" if len(set(case.kv_lens)) == 1 else ("padded" if padded else "per request")
     return Work(run=run, out=out, note=note)
 
 
