@@ -69,7 +69,7 @@ toolchain(
 )
 """
 
-def _find_python(ctx):
+def _find_python(ctx, without_torch):
     """Returns (version, path) of the interpreter to use; fails with every candidate's reason."""
     asked = ctx.os.environ.get("STREAM_ATTENTION_PYTHON", "")
     reasons = []
@@ -83,10 +83,20 @@ def _find_python(ctx):
             lines = (result.stderr.strip() or "exit code %d" % result.return_code).split("\n")
             reasons.append("%s: %s" % (path, lines[-1]))
             continue
-        words = result.stdout.strip().split(" ", 1)
-        return words[0], words[1]
+        version, executable = result.stdout.strip().split(" ", 1)
+        if version not in without_torch:
+            return version, executable
+        reasons.append("%s: is Python %s, for which the CPU lock has no torch; STREAM_ATTENTION_TORCH=cuda has one" %
+                       (path, version))
     fail("no usable Python: STREAM_ATTENTION_PYTHON=%s; set it to a Python 3.10 or newer that can make a venv\n  %s" %
          (repr(asked), "\n  ".join(reasons)))
+
+def _versions_without_torch(text):
+    """The interpreters for which lock.py found no torch; it says so at the lock's head."""
+    for line in text.split("\n"):
+        if line.startswith("# torch") and " CPython " in line:
+            return line.split(" CPython ")[1].split(":")[0].split(", ")
+    return []
 
 def _locked_names(text):
     names = {}
@@ -96,7 +106,7 @@ def _locked_names(text):
     return names.keys()
 
 def _no_torch_message(variant, version, log):
-    if "torch" not in log or "No matching distribution" not in log:
+    if "No matching distribution found for torch" not in log and "Cannot install torch" not in log:
         return ""
     return """
 The {variant} build of torch that the lock names was not found for Python {version}. Do one of:
@@ -112,7 +122,7 @@ def _pypi_repository_impl(ctx):
     lock = ctx.path(ctx.attr.cpu_lock if variant == "cpu" else ctx.attr.cuda_lock)
     text = ctx.read(lock)
 
-    version, python = _find_python(ctx)
+    version, python = _find_python(ctx, _versions_without_torch(text))
     ctx.report_progress("venv from %s (Python %s), packages of %s" % (python, version, lock.basename))
 
     # buildifier: disable=print
