@@ -4,6 +4,9 @@ Each figure is the least of many short repeats, so that a busy machine cannot ra
 are the ones the project promises, a few times what was measured when they were set.
 """
 
+import os
+import subprocess
+import sys
 import timeit
 
 import pytest
@@ -17,6 +20,19 @@ from stream_attention.planner.testing import FakeRoute, registry_of
 
 RUN_US = 8.0
 PLAN_US = 500.0
+IMPORT_S = 0.3
+
+IMPORTS = """
+import sys, time
+import torch
+before = time.perf_counter()
+import stream_attention
+facade = time.perf_counter() - before
+for name in ("decode", "attention", "prefill", "train", "StreamAttnEngine", "PagedKVCache"):
+    getattr(stream_attention, name)
+heavy = [name for name in ("torch._dynamo", "torch._inductor", "triton") if name in sys.modules]
+print(facade, heavy)
+"""
 
 
 @pytest.fixture
@@ -70,3 +86,18 @@ def test_the_real_route_adds_its_work_to_plan_only_once(call):
     print(f"plan() of {engine.plan(q, cache).route}: {cost:.1f} us")
     assert cost <= 4 * PLAN_US
     assert stream_attn.decode(q, cache)[1].route == engine.plan(q, cache).route
+
+
+def test_importing_costs_little_and_loads_no_compiler():
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    shown = subprocess.run(
+        [sys.executable, "-c", IMPORTS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    ).stdout
+    seconds, _, heavy = shown.strip().partition(" ")
+    assert float(seconds) <= IMPORT_S
+    assert heavy == "[]"

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
+import stream_attention.planner.ops  # noqa: F401 (registers the operators)
 from stream_attention.core.cache import KVCache
 from stream_attention.planner.differentiable import run_prefill, run_train
 from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity
-from stream_attention.planner.ops import call_traced
 from stream_attention.planner.serve import serve
-from stream_attention.planner.traced import prefill_traced, train_traced
 
 
 def decode(
@@ -169,6 +168,8 @@ def prefill(
     }
     names = (policy_name, model_id, layer_id)
     if torch.compiler.is_compiling():
+        from stream_attention.planner.traced_sequences import prefill_traced
+
         result = prefill_traced(q, k, v, attn_mask, mode, names, validate, out, options)
         return _shown(result, return_info)
     result = run_prefill(
@@ -224,6 +225,8 @@ def train(
     }
     names = (policy_name, model_id, layer_id)
     if torch.compiler.is_compiling():
+        from stream_attention.planner.traced_sequences import train_traced
+
         result = train_traced(q, k, v, attn_mask, dropout_p, generator, mode, names, options)
         return _shown(result, return_info)
     result = run_train(
@@ -252,6 +255,8 @@ def _serve_or_trace(
     tensors that are more than memory (fake ones, subclasses), which the dispatcher knows about.
     """
     if torch.compiler.is_compiling() or _is_subclass(q):
+        from stream_attention.planner.traced import call_traced
+
         return call_traced(q, cache, qo_indptr, names=names, return_info=return_info, **options)
     return serve(q, cache, qo_indptr, identity=PolicyIdentity(*names), **options)
 

@@ -8,21 +8,13 @@ functionalization keeps for itself, so it is `serving_mode` here.)
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 
 from stream_attention.core.cache import ContiguousKVCache, KVCache, PagedKVCache
-from stream_attention.core.describe import describe
-from stream_attention.core.device import device_facts
-from stream_attention.core.errors import UnsupportedProblem
-from stream_attention.core.info import AttentionInfo
-from stream_attention.core.registry import default_registry
-from stream_attention.core.tile_plan import AttentionTilePlan
-from stream_attention.planner.dispatch import slower, unsupported, why_chosen
-from stream_attention.planner.modes import PolicyIdentity, decide
-from stream_attention.planner.serve import RANKINGS, serve
+from stream_attention.planner.modes import PolicyIdentity
+from stream_attention.planner.serve import serve
 
 
 @torch.library.custom_op("stream_attn::attention", mutates_args=())
@@ -54,10 +46,10 @@ def attention_op(
     layer_id: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` as fresh tensors; lse is empty (`[0]`) unless `return_lse`."""
-    scales = (_scale(key_scale, key_scale_value), _scale(value_scale, value_scale_value))
+    scales = (scale_of(key_scale, key_scale_value), scale_of(value_scale, value_scale_value))
     out, lse, _ = serve(
         q,
-        _cache(key, value, page_table, sequence_lengths, layout, scales),
+        cache_of(key, value, page_table, sequence_lengths, layout, scales),
         qo_indptr,
         mode=serving_mode,
         identity=PolicyIdentity(policy_name, model_id, layer_id),
@@ -119,10 +111,10 @@ def attention_out_op(
     layer_id: int | None,
 ) -> None:
     """Writes `out`, and `lse` unless it is `None`."""
-    scales = (_scale(key_scale, key_scale_value), _scale(value_scale, value_scale_value))
+    scales = (scale_of(key_scale, key_scale_value), scale_of(value_scale, value_scale_value))
     serve(
         q,
-        _cache(key, value, page_table, sequence_lengths, layout, scales),
+        cache_of(key, value, page_table, sequence_lengths, layout, scales),
         qo_indptr,
         mode=serving_mode,
         identity=PolicyIdentity(policy_name, model_id, layer_id),
@@ -147,197 +139,12 @@ def _attention_out_fake(*args: Any) -> None:
     return None
 
 
-def call_traced(
-    q: torch.Tensor,
-    cache: KVCache | torch.Tensor,
-    qo_indptr: torch.Tensor | None,
-    *,
-    v_cache: torch.Tensor | None,
-    mode: str,
-    names: tuple[str | None, str | None, int | None],
-    validate: bool,
-    return_info: bool,
-    max_qo_len: int | None,
-    sm_scale: float | None,
-    causal: bool,
-    window_left: int | None,
-    window_right: int | None,
-    logits_soft_cap: float | None,
-    attn_sink: torch.Tensor | None,
-    return_lse: bool,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    batch_invariant: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, AttentionInfo | None]:
-    """One operator call in a traced function; `info` is decided from metadata while tracing.
-
-    With `return_info` the traced function is specialized on shapes (the route depends on them);
-    without, sizes may stay symbolic.
-    """
-    if isinstance(cache, torch.Tensor):
-        cache = ContiguousKVCache(key=cache, value=v_cache)
-    table = cache.page_table if isinstance(cache, PagedKVCache) else None
-    tensors = (q, cache.key, cache.value, table, cache.sequence_lengths)
-    scale_tensors, scale_values = [], []
-    for scale in (cache.key_scale, cache.value_scale):
-        is_tensor = isinstance(scale, torch.Tensor)
-        scale_tensors.append(scale if is_tensor else None)
-        scale_values.append(scale if not is_tensor else None)
-    info = None
-    if return_info:
-        info = _traced_info(
-            tuple(None if t is None else (sizes_of(t), t.dtype) for t in tensors),
-            tuple(None if t is None else sizes_of(t) for t in scale_tensors),
-            tuple(scale_values),
-            q.device,
-            cache.layout,
-            None if qo_indptr is None else sizes_of(qo_indptr),
-            attn_sink is not None,
-            None if out is None else out.dtype,
-            mode,
-            names,
-            max_qo_len,
-            (sm_scale, causal, window_left, window_right, logits_soft_cap),
-            (return_lse, batch_invariant),
-        )
-    common = (qo_indptr, attn_sink, cache.layout, *scale_values, max_qo_len, sm_scale, causal,
-              window_left, window_right, logits_soft_cap)  # fmt: skip
-    if out is None and lse is None:
-        out, got = attention_op(
-            *tensors, *scale_tensors, *common, return_lse, batch_invariant, validate, mode, *names
-        )
-        return out, (got if return_lse else None), info
-    if out is None:
-        out = q.new_empty((*q.shape[:-1], cache.value.shape[-1]))
-    if lse is None and return_lse:
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    attention_out_op(
-        out, lse, *tensors, *scale_tensors, *common, batch_invariant, validate, mode, *names
-    )
-    return out, lse, info
-
-
-def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape in plain ints. `index` guards a symbolic size: a route is chosen for one size."""
-    return tuple([operator.index(size) for size in tensor.shape])
-
-
-@torch.compiler.assume_constant_result
-def _traced_info(
-    tensors: tuple[Any, ...],
-    scale_shapes: tuple[Any, ...],
-    scale_values: tuple[float | None, ...],
-    device: torch.device,
-    layout: str,
-    indptr_shape: tuple[int, ...] | None,
-    has_sink: bool,
-    out_dtype: torch.dtype | None,
-    mode: str,
-    names: tuple[str | None, str | None, int | None],
-    max_qo_len: int | None,
-    masks: tuple[Any, ...],
-    flags: tuple[bool, bool],
-) -> AttentionInfo:
-    """What the compiled call will report: the route is ranked now, on tensors of the same shapes.
-
-    A call that is at fault is traced all the same, and raises its own error when it runs: an error
-    from here would reach the caller as one of the compiler's.
-    """
-    try:
-        return _rank_traced(
-            tensors,
-            scale_shapes,
-            scale_values,
-            device,
-            layout,
-            indptr_shape,
-            has_sink,
-            out_dtype,
-            mode,
-            names,
-            max_qo_len,
-            masks,
-            flags,
-        )
-    except (ValueError, UnsupportedProblem) as error:
-        return AttentionInfo(
-            backend_used="none", route="none", reason=str(error), arch=device_facts(device).arch
-        )
-
-
-def _rank_traced(
-    tensors: tuple[Any, ...],
-    scale_shapes: tuple[Any, ...],
-    scale_values: tuple[float | None, ...],
-    device: torch.device,
-    layout: str,
-    indptr_shape: tuple[int, ...] | None,
-    has_sink: bool,
-    out_dtype: torch.dtype | None,
-    mode: str,
-    names: tuple[str | None, str | None, int | None],
-    max_qo_len: int | None,
-    masks: tuple[Any, ...],
-    flags: tuple[bool, bool],
-) -> AttentionInfo:
-    q, key, value, table, lens = (
-        None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in tensors
-    )
-    assert q is not None and key is not None and value is not None
-    scales = tuple(
-        given if shape is None else torch.empty(shape, dtype=torch.float32, device="meta")
-        for shape, given in zip(scale_shapes, scale_values, strict=True)
-    )
-    decision = decide(mode, PolicyIdentity(*names))
-    sm_scale, causal, window_left, window_right, logits_soft_cap = masks
-    return_lse, batch_invariant = flags
-    indptr = sink = out = None
-    if indptr_shape is not None:
-        indptr = torch.empty(indptr_shape, dtype=torch.int32, device="meta")
-    if has_sink:
-        sink = torch.empty(q.shape[-2], dtype=torch.float32, device="meta")
-    if out_dtype is not None:
-        out = torch.empty((*q.shape[:-1], value.shape[-1]), dtype=out_dtype, device="meta")
-    described = describe(
-        q,
-        _cache(key, value, table, lens, layout, scales),
-        indptr,
-        sm_scale=sm_scale,
-        causal=causal,
-        window_left=window_left,
-        window_right=window_right,
-        logits_soft_cap=logits_soft_cap,
-        attn_sink=sink,
-        return_lse=return_lse,
-        out=out,
-        batch_invariant=batch_invariant,
-        max_qo_len=max_qo_len,
-    )
-    problem, facts = described.problem, device_facts(device)
-    ranking = RANKINGS.rank(problem, facts, default_registry())
-    if not ranking.candidates:
-        raise unsupported(problem, facts, list(ranking.rejections))
-    chosen = ranking.candidates[0]
-    why = why_chosen(chosen, len(ranking.candidates), 0)
-    return AttentionInfo(
-        backend_used=chosen.record.backend,
-        route=chosen.record.route,
-        guarantee=AttentionTilePlan.for_problem(problem).guarantee,
-        reason=f"{decision.reason}; {why}; ranked while tracing: splits and workspace are chosen "
-        "when the compiled call runs",
-        fallback_reasons=tuple(
-            str(rejection)
-            for rejection in (*ranking.rejections, *slower(ranking.candidates[1:], chosen))
-        ),
-        arch=facts.arch,
-    )
-
-
-def _scale(tensor: torch.Tensor | None, value: float | None) -> Any:
+def scale_of(tensor: torch.Tensor | None, value: float | None) -> Any:
+    """A scale as a cache takes it: a tensor, a number or `None`."""
     return value if tensor is None else tensor
 
 
-def _cache(
+def cache_of(
     key: torch.Tensor,
     value: torch.Tensor,
     page_table: torch.Tensor | None,
@@ -345,6 +152,7 @@ def _cache(
     layout: str,
     scales: tuple[Any, ...],
 ) -> KVCache:
+    """The cache that an operator's tensors mean."""
     common = {"layout": layout, "key_scale": scales[0], "value_scale": scales[1]}
     if page_table is None:
         return ContiguousKVCache(key=key, value=value, sequence_lengths=sequence_lengths, **common)

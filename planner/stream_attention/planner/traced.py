@@ -1,185 +1,210 @@
-"""`prefill` and `train` inside a function that `torch.compile` traces.
+"""`decode` and `attention` inside a function that `torch.compile` traces: one operator call each.
 
-What the planner decides from metadata is decided while tracing, on meta tensors of the same shapes,
-and is a constant of the graph; the chosen route's own tensor code is traced into the graph. A call
-at fault raises while it is traced, inside the compiler's own error.
+Imported only while something is traced: marking a function as constant for the compiler loads the
+compiler, which takes longer than everything else here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
 from typing import Any
 
 import torch
 
+from stream_attention.core.cache import ContiguousKVCache, KVCache, PagedKVCache
+from stream_attention.core.describe import describe
 from stream_attention.core.device import device_facts
+from stream_attention.core.errors import UnsupportedProblem
 from stream_attention.core.info import AttentionInfo
-from stream_attention.core.problem import AttentionProblem
-from stream_attention.core.registry import AttentionRecord, default_registry
-from stream_attention.planner.differentiable import forms_of, prefill_problem, train_problem
-from stream_attention.planner.dispatch import rank, slower, unsupported, why_chosen
+from stream_attention.core.registry import default_registry
+from stream_attention.core.tile_plan import AttentionTilePlan
+from stream_attention.planner.dispatch import slower, unsupported, why_chosen
 from stream_attention.planner.modes import PolicyIdentity, decide
-from stream_attention.planner.ops import call_traced, sizes_of
-
-Names = tuple[str | None, str | None, int | None]
-Traced = tuple[torch.Tensor, torch.Tensor | None, AttentionInfo]
-
-# Decisions of traced calls, by the constant that names them in the graph: the compiler follows code
-# and fields of an object only where it can say how the object is reached.
-_APPLIED: dict[str, Callable[..., Any]] = {}
-_PROBLEMS: dict[str, AttentionProblem] = {}
+from stream_attention.planner.ops import attention_op, attention_out_op, cache_of
+from stream_attention.planner.serve import RANKINGS
 
 
-def prefill_traced(
+def call_traced(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
+    cache: KVCache | torch.Tensor,
+    qo_indptr: torch.Tensor | None,
+    *,
+    v_cache: torch.Tensor | None,
     mode: str,
-    names: Names,
+    names: tuple[str | None, str | None, int | None],
     validate: bool,
+    return_info: bool,
+    max_qo_len: int | None,
+    sm_scale: float | None,
+    causal: bool,
+    window_left: int | None,
+    window_right: int | None,
+    logits_soft_cap: float | None,
+    attn_sink: torch.Tensor | None,
+    return_lse: bool,
     out: torch.Tensor | None,
-    options: dict[str, Any],
-) -> Traced:
-    """A prefill call in a graph: one operator, or the tensor code of a route that is applied."""
-    spec = _spec("prefill", q, k, v, attn_mask, 0.0, mode, names, out, options)
-    if _writes(spec):
-        result = call_traced(
-            q,
-            k,
-            None,
-            v_cache=v,
-            mode=mode,
-            names=names,
-            validate=validate,
-            return_info=False,
-            max_qo_len=None,
-            out=out,
-            lse=None,
-            **options,
+    lse: torch.Tensor | None,
+    batch_invariant: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, AttentionInfo | None]:
+    """One operator call in a traced function; `info` is decided from metadata while tracing.
+
+    With `return_info` the traced function is specialized on shapes (the route depends on them);
+    without, sizes may stay symbolic.
+    """
+    if isinstance(cache, torch.Tensor):
+        cache = ContiguousKVCache(key=cache, value=v_cache)
+    table = cache.page_table if isinstance(cache, PagedKVCache) else None
+    tensors = (q, cache.key, cache.value, table, cache.sequence_lengths)
+    scale_tensors, scale_values = [], []
+    for scale in (cache.key_scale, cache.value_scale):
+        is_tensor = isinstance(scale, torch.Tensor)
+        scale_tensors.append(scale if is_tensor else None)
+        scale_values.append(scale if not is_tensor else None)
+    info = None
+    if return_info:
+        info = _traced_info(
+            tuple(None if t is None else (sizes_of(t), t.dtype) for t in tensors),
+            tuple(None if t is None else sizes_of(t) for t in scale_tensors),
+            tuple(scale_values),
+            q.device,
+            cache.layout,
+            None if qo_indptr is None else sizes_of(qo_indptr),
+            attn_sink is not None,
+            None if out is None else out.dtype,
+            mode,
+            names,
+            max_qo_len,
+            (sm_scale, causal, window_left, window_right, logits_soft_cap),
+            (return_lse, batch_invariant),
         )
-        return result[0], result[1], _info(spec)
-    with torch.no_grad():
-        return _applied(spec, q, k, v, attn_mask, None, options)
+    common = (qo_indptr, attn_sink, cache.layout, *scale_values, max_qo_len, sm_scale, causal,
+              window_left, window_right, logits_soft_cap)  # fmt: skip
+    if out is None and lse is None:
+        out, got = attention_op(
+            *tensors, *scale_tensors, *common, return_lse, batch_invariant, validate, mode, *names
+        )
+        return out, (got if return_lse else None), info
+    if out is None:
+        out = q.new_empty((*q.shape[:-1], cache.value.shape[-1]))
+    if lse is None and return_lse:
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    attention_out_op(
+        out, lse, *tensors, *scale_tensors, *common, batch_invariant, validate, mode, *names
+    )
+    return out, lse, info
 
 
-def train_traced(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    generator: torch.Generator | None,
+def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape in plain ints. `index` guards a symbolic size: a route is chosen for one size."""
+    return tuple([operator.index(size) for size in tensor.shape])
+
+
+@torch.compiler.assume_constant_result
+def _traced_info(
+    tensors: tuple[Any, ...],
+    scale_shapes: tuple[Any, ...],
+    scale_values: tuple[float | None, ...],
+    device: torch.device,
+    layout: str,
+    indptr_shape: tuple[int, ...] | None,
+    has_sink: bool,
+    out_dtype: torch.dtype | None,
     mode: str,
-    names: Names,
-    options: dict[str, Any],
-) -> Traced:
-    """A train call in a graph: the tensor code of a differentiable route."""
-    spec = _spec("train", q, k, v, attn_mask, dropout_p, mode, names, None, options)
-    return _applied(spec, q, k, v, attn_mask, generator, options)
+    names: tuple[str | None, str | None, int | None],
+    max_qo_len: int | None,
+    masks: tuple[Any, ...],
+    flags: tuple[bool, bool],
+) -> AttentionInfo:
+    """What the compiled call will report: the route is ranked now, on tensors of the same shapes.
+
+    A call that is at fault is traced all the same, and raises its own error when it runs: an error
+    from here would reach the caller as one of the compiler's.
+    """
+    try:
+        return _rank_traced(
+            tensors,
+            scale_shapes,
+            scale_values,
+            device,
+            layout,
+            indptr_shape,
+            has_sink,
+            out_dtype,
+            mode,
+            names,
+            max_qo_len,
+            masks,
+            flags,
+        )
+    except (ValueError, UnsupportedProblem) as error:
+        return AttentionInfo(
+            backend_used="none", route="none", reason=str(error), arch=device_facts(device).arch
+        )
 
 
-def _applied(
-    spec: tuple[Any, ...],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    generator: torch.Generator | None,
-    options: dict[str, Any],
-) -> Traced:
-    name = _name(spec)
-    out, lse = _APPLIED[name](
-        _PROBLEMS[name],
-        q,
-        k,
-        v,
-        attn_sink=options["attn_sink"],
-        attn_mask=attn_mask,
-        generator=generator,
-    )
-    return out, (lse if options["return_lse"] else None), _info(spec)
-
-
-def _spec(
-    kind: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
+def _rank_traced(
+    tensors: tuple[Any, ...],
+    scale_shapes: tuple[Any, ...],
+    scale_values: tuple[float | None, ...],
+    device: torch.device,
+    layout: str,
+    indptr_shape: tuple[int, ...] | None,
+    has_sink: bool,
+    out_dtype: torch.dtype | None,
     mode: str,
-    names: Names,
-    out: torch.Tensor | None,
-    options: dict[str, Any],
-) -> tuple[Any, ...]:
-    """Everything the decision depends on, as plain constants."""
-    tensors = (q, k, v, attn_mask, options["attn_sink"], out)
-    gradients = torch.is_grad_enabled()
-    return (
-        kind,
-        tuple(
-            None if t is None else (sizes_of(t), t.dtype, t.requires_grad and gradients)
-            for t in tensors
-        ),
-        q.device,
-        dropout_p,
-        mode,
-        names,
-        tuple((name, value) for name, value in options.items() if name != "attn_sink"),
+    names: tuple[str | None, str | None, int | None],
+    max_qo_len: int | None,
+    masks: tuple[Any, ...],
+    flags: tuple[bool, bool],
+) -> AttentionInfo:
+    q, key, value, table, lens = (
+        None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in tensors
     )
-
-
-@torch.compiler.assume_constant_result
-def _name(spec: tuple[Any, ...]) -> str:
-    """Decides, leaves route and problem in the tables, and returns their name there."""
-    record, problem, _ = _decide(spec)
-    assert record.apply is not None
-    name = f"{record.route}: {problem!r}"
-    _APPLIED[name], _PROBLEMS[name] = record.apply, problem
-    return name
-
-
-@torch.compiler.assume_constant_result
-def _writes(spec: tuple[Any, ...]) -> bool:
-    """Whether the chosen route writes into a given tensor, which an operator call does."""
-    return _decide(spec)[0].build is not None
-
-
-@torch.compiler.assume_constant_result
-def _info(spec: tuple[Any, ...]) -> AttentionInfo:
-    return _decide(spec)[2]
-
-
-def _decide(spec: tuple[Any, ...]) -> tuple[AttentionRecord, AttentionProblem, AttentionInfo]:
-    kind, tensors, device, dropout_p, mode, names, options = spec
-    q, k, v, mask, sink, out = (
-        None
-        if t is None
-        else torch.empty(t[0], dtype=t[1], device="meta", requires_grad=t[2] and kind == "prefill")
-        for t in tensors
+    assert q is not None and key is not None and value is not None
+    scales = tuple(
+        given if shape is None else torch.empty(shape, dtype=torch.float32, device="meta")
+        for shape, given in zip(scale_shapes, scale_values, strict=True)
     )
-    assert q is not None and k is not None and v is not None
     decision = decide(mode, PolicyIdentity(*names))
-    keywords: dict[str, Any] = {"attn_sink": sink, **dict(options)}
-    if kind == "train":
-        problem = train_problem(q, k, v, mask, dropout_p, None, **keywords)
-    else:
-        problem = prefill_problem(q, k, v, mask, False, out=out, **keywords)
-    facts = device_facts(device)
-    forms = ("build",) if out is not None else forms_of(problem)
-    ranking = rank(problem, facts, default_registry(), forms=forms)
+    sm_scale, causal, window_left, window_right, logits_soft_cap = masks
+    return_lse, batch_invariant = flags
+    indptr = sink = out = None
+    if indptr_shape is not None:
+        indptr = torch.empty(indptr_shape, dtype=torch.int32, device="meta")
+    if has_sink:
+        sink = torch.empty(q.shape[-2], dtype=torch.float32, device="meta")
+    if out_dtype is not None:
+        out = torch.empty((*q.shape[:-1], value.shape[-1]), dtype=out_dtype, device="meta")
+    described = describe(
+        q,
+        cache_of(key, value, table, lens, layout, scales),
+        indptr,
+        sm_scale=sm_scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        logits_soft_cap=logits_soft_cap,
+        attn_sink=sink,
+        return_lse=return_lse,
+        out=out,
+        batch_invariant=batch_invariant,
+        max_qo_len=max_qo_len,
+    )
+    problem, facts = described.problem, device_facts(device)
+    ranking = RANKINGS.rank(problem, facts, default_registry())
     if not ranking.candidates:
         raise unsupported(problem, facts, list(ranking.rejections))
-    chosen, *rest = ranking.candidates
-    record = chosen.record
-    lost = (*ranking.rejections, *slower(tuple(rest), chosen))
-    info = AttentionInfo(
-        backend_used=record.backend,
-        route=record.route,
-        reason=f"{decision.reason}; {why_chosen(chosen, len(ranking.candidates), 0)}; ranked while "
-        "tracing",
-        fallback_reasons=tuple(str(rejection) for rejection in lost),
+    chosen = ranking.candidates[0]
+    why = why_chosen(chosen, len(ranking.candidates), 0)
+    return AttentionInfo(
+        backend_used=chosen.record.backend,
+        route=chosen.record.route,
+        guarantee=AttentionTilePlan.for_problem(problem).guarantee,
+        reason=f"{decision.reason}; {why}; ranked while tracing: splits and workspace are chosen "
+        "when the compiled call runs",
+        fallback_reasons=tuple(
+            str(rejection)
+            for rejection in (*ranking.rejections, *slower(ranking.candidates[1:], chosen))
+        ),
         arch=facts.arch,
     )
-    return record, problem, info
