@@ -18,7 +18,7 @@ from stream_attention.bench.machine import cold_rotation_bytes
 from stream_attention.bench.timing import Timing, measure
 from stream_attention.core.errors import Faults
 
-# A case may be this much larger than the largest size: q and tables lie beside a power of two of KV.
+# A case may be this much larger than the largest size: q and tables lie beside its KV.
 _REACH = 1.1
 _UNIT_BYTES = 16384 * 4  # every launch shape of the read kernel divides this
 
