@@ -67,17 +67,24 @@ def test_no_tensor_of_the_call_is_kept_alive(route):
     assert info.route == "fake"
 
 
+def test_a_launch_that_cannot_let_go_is_not_kept(route, monkeypatch):
+    monkeypatch.delattr("stream_attention.planner.testing.FakeLaunch.unbind")
+    plans = PlanCache()
+    once(torch.randn(2, 4, 16), *kv(), route, plans)
+    assert len(plans) == 0
+
+
 def test_the_default_routes_keep_nothing_alive():
-    q, (k, v) = torch.randn(2, 4, 16), kv()
+    q, (k, v) = torch.randn(2, 4, 16), kv(tokens=11)
     stream_attn.decode(q, k, v)
     alive = [weakref.ref(t) for t in (q, k, v)]
-    launches = [p.built.launch for idle in serve_module.PLANS._idle.values() for p in idle]
+    launches = [plan.launch for idle in serve_module.PLANS._idle.values() for plan in idle]
     assert launches
     del q, k, v
     gc.collect()
     assert [ref() for ref in alive] == [None] * 3
     tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-    assert not [t for t in tensors if t.shape == (2, 8, 2, 16) and t.device.type != "meta"]
+    assert not [t for t in tensors if t.shape == (2, 11, 2, 16) and t.device.type != "meta"]
 
 
 def test_reused_addresses_give_the_new_tensors_answer():
@@ -165,7 +172,7 @@ def test_the_least_recently_used_plan_goes_first(route):
     for tokens in (8, 9, 8, 10, 8, 9):
         once(q, *kv(tokens=tokens), route, plans)
     # 8 and 9 are built, 8 is used again, 10 evicts 9, 8 is there still, 9 is built anew.
-    assert [launch.bound.kv.capacity for launch in route.built] == [8, 9, 10, 9]
+    assert [launch.capacity for launch in route.built] == [8, 9, 10, 9]
     assert len(plans) == 2
 
 

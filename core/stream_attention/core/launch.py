@@ -38,7 +38,9 @@ class Launch(Protocol):
 
     `run()` enqueues on the current stream, allocates nothing on a GPU, never syncs, and may be
     captured in a graph. `rebind(bound)` swaps addresses for tensors of the same shapes, strides,
-    dtypes and device. `reset()` makes the scratch as new, for use after an aborted launch.
+    dtypes and device. `unbind()` drops every reference to bound tensors and keeps the scratch; a
+    `rebind` must come before the next run (one-shot calls keep launches that way). `reset()` makes
+    the scratch as new, for use after an aborted launch.
     """
 
     backend_plan: AttentionBackendPlan
@@ -46,5 +48,7 @@ class Launch(Protocol):
     def run(self) -> None: ...
 
     def rebind(self, bound: BoundTensors) -> None: ...
+
+    def unbind(self) -> None: ...
 
     def reset(self) -> None: ...

@@ -97,6 +97,10 @@ class MergeLaunch:
         # The struct holds addresses only.
         self._tensors = (out_parts, lse_parts, out, lse, attn_sink)
 
+    def unbind(self) -> None:
+        """Keep no tensor alive; a rebind must come before the next run."""
+        del self._params, self._reference, self._tensors
+
     def run(self, stream: int | None = None) -> None:
         """Enqueue on `stream` (a `cudaStream_t`), by default torch's current one."""
         if torch._C._cuda_getDevice() == self._index:

@@ -91,11 +91,12 @@ _MERGE_RULES = (
 class MergeRecord:
     """A kernel that merges partial attention states.
 
-    build: `(out_parts, lse_parts, out, lse, attn_sink) -> launch` with `run()` and
-    `rebind(out_parts, lse_parts, out, lse, attn_sink)`. `out_parts` is `[num_states, rows,
-    head_dim]` (first two strides free) or a pair of `[rows, head_dim]` tensors; `lse_parts` is
-    `[num_states, rows]` fp32 natural log, or a pair; `out` `[rows, head_dim]`; `lse` `[rows]` fp32
-    or `None`; `attn_sink` `[num_heads]` fp32 (head = row % num_heads) or `None`.
+    build: `(out_parts, lse_parts, out, lse, attn_sink) -> launch` with `run()`,
+    `rebind(out_parts, lse_parts, out, lse, attn_sink)` and `unbind()` (see `Launch`).
+    `out_parts` is `[num_states, rows, head_dim]` (first two strides free) or a pair of
+    `[rows, head_dim]` tensors; `lse_parts` is `[num_states, rows]` fp32 natural log, or a pair;
+    `out` `[rows, head_dim]`; `lse` `[rows]` fp32 or `None`; `attn_sink` `[num_heads]` fp32 (head =
+    row % num_heads) or `None`.
     """
 
     name: str

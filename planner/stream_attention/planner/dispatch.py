@@ -143,6 +143,9 @@ class NothingToRun:
     def rebind(self, bound: BoundTensors) -> None:
         """Does nothing."""
 
+    def unbind(self) -> None:
+        """Does nothing."""
+
     def reset(self) -> None:
         """Does nothing."""
 

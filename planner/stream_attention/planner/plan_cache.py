@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from stream_attention.core.describe import Described
-from stream_attention.core.launch import BoundTensors
 from stream_attention.planner.dispatch import Built
 
 MAX_PLANS = 32
 MAX_SCRATCH_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CachedPlan:
-    """A launch with what a call reports about it.
-
-    stand_in: meta tensors of the call's geometry. Between calls the launch is bound to them, so it
-    keeps none of the caller's memory alive.
-    """
-
-    built: Built
-    stand_in: BoundTensors
-
-    @classmethod
-    def of(cls, built: Built, bound: BoundTensors) -> CachedPlan:
-        return cls(built, stand_in(bound))
-
-    @property
-    def scratch_bytes(self) -> int:
-        return self.built.backend_plan.workspace_bytes
-
-
 class PlanCache:
-    """Idle launches by key, least recently used first to go; thread-safe.
+    """Idle launches, unbound, by key, least recently used first to go; thread-safe.
 
     A launch is taken out while it is used and given back after, so no two calls ever share its
     scratch: a second thread with the same key builds a second launch. Bounded by `max_plans` and by
@@ -52,7 +28,7 @@ class PlanCache:
     ) -> None:
         self.max_plans = max_plans
         self.max_scratch_bytes = max_scratch_bytes
-        self._idle: OrderedDict[Hashable, list[CachedPlan]] = OrderedDict()
+        self._idle: OrderedDict[Hashable, list[Built]] = OrderedDict()
         self._count = 0
         self._bytes = 0
         self._lock = threading.Lock()
@@ -65,7 +41,7 @@ class PlanCache:
         """Scratch of all idle launches."""
         return self._bytes
 
-    def take(self, key: Hashable) -> CachedPlan | None:
+    def take(self, key: Hashable) -> Built | None:
         """An idle launch for `key`, now the caller's alone, or `None`."""
         with self._lock:
             idle = self._idle.get(key)
@@ -75,17 +51,17 @@ class PlanCache:
             if not idle:
                 del self._idle[key]
             self._count -= 1
-            self._bytes -= plan.scratch_bytes
+            self._bytes -= plan.backend_plan.workspace_bytes
             return plan
 
-    def give(self, key: Hashable, plan: CachedPlan) -> None:
+    def give(self, key: Hashable, plan: Built) -> None:
         """Keep `plan` for later calls; the oldest go where the bounds ask for it."""
         dropped = []  # destroyed outside of the lock: freeing scratch may take a while
         with self._lock:
             self._idle.setdefault(key, []).append(plan)
             self._idle.move_to_end(key)
             self._count += 1
-            self._bytes += plan.scratch_bytes
+            self._bytes += plan.backend_plan.workspace_bytes
             while self._count > self.max_plans or (
                 self._bytes > self.max_scratch_bytes and self._count
             ):
@@ -95,7 +71,7 @@ class PlanCache:
                 if not idle:
                     del self._idle[oldest]
                 self._count -= 1
-                self._bytes -= gone.scratch_bytes
+                self._bytes -= gone.backend_plan.workspace_bytes
                 dropped.append(gone)
 
     def clear(self) -> None:
@@ -126,22 +102,6 @@ def plan_key(described: Described, stream: int, *state: Hashable) -> Hashable:
         bound.attn_sink,
     )
     return (described.problem, bound.q.device, stream, *state, *map(_geometry, tensors))
-
-
-def stand_in(bound: BoundTensors) -> BoundTensors:
-    """`bound` with every tensor replaced by one on the meta device of the same geometry."""
-    return _on_meta(dataclasses.replace(bound, kv=_on_meta(bound.kv)))
-
-
-def _on_meta(node: Any) -> Any:
-    changes = {}
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        if isinstance(value, torch.Tensor):
-            changes[field.name] = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device="meta"
-            )
-    return dataclasses.replace(node, **changes)
 
 
 def _geometry(tensor: torch.Tensor | None) -> Hashable:

@@ -16,7 +16,7 @@ from stream_attention.core.tile_plan import AttentionTilePlan
 from stream_attention.planner.dispatch import ById, Ranking, Rankings, build, home_of
 from stream_attention.planner.engine import checked
 from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity, decide
-from stream_attention.planner.plan_cache import CachedPlan, PlanCache, plan_key
+from stream_attention.planner.plan_cache import PlanCache, plan_key
 
 Served = tuple[torch.Tensor, torch.Tensor | None, AttentionInfo]
 
@@ -80,12 +80,11 @@ def serve(
             tile_plan = AttentionTilePlan.for_problem(problem)
             built = build(problem, tile_plan, device, bound, ranking, decision.reason, pick)
         else:
-            built = plan.built
+            built = plan
             built.launch.rebind(bound)
         # A launch that raises is not given back: its scratch may be half written.
         built.launch.run()
-        if keep:
-            plan = CachedPlan.of(built, bound) if plan is None else plan
-            built.launch.rebind(plan.stand_in)
-            plans.give(key, plan)
+        if keep and hasattr(built.launch, "unbind"):
+            built.launch.unbind()
+            plans.give(key, built)
     return described.result(), described.result_lse(), built.info

@@ -31,6 +31,7 @@ class FakeLaunch:
     def __init__(self, bound: BoundTensors, plan: AttentionBackendPlan, body: Body | None) -> None:
         self.bound = bound
         self.backend_plan = plan
+        self.capacity = bound.kv.capacity
         self.runs = self.rebinds = self.resets = 0
         self.scratch = torch.zeros(plan.workspace_bytes, dtype=torch.uint8)
         self._body = body
@@ -45,6 +46,10 @@ class FakeLaunch:
         """Count, and use other tensors."""
         self.rebinds += 1
         self.bound = bound
+
+    def unbind(self) -> None:
+        """Forget the tensors."""
+        del self.bound
 
     def reset(self) -> None:
         """Count."""

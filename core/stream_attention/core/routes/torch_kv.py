@@ -76,6 +76,10 @@ class PoolReader:
         self.pool = raw_bits(pool)
         self._rows = head_rows(self.pool)
 
+    def unbind(self) -> None:
+        """Keep the pool alive no longer; a bind must come before the next read."""
+        del self.pool, self._rows
+
     @property
     def workspace_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self._stage, self._buffer))

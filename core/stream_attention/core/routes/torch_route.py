@@ -97,6 +97,12 @@ class TorchLaunch:
         self._key.bind(bound.kv.key)
         self._value.bind(bound.kv.value)
 
+    def unbind(self) -> None:
+        """Keep no bound tensor alive; a rebind must come before the next run."""
+        del self._bound
+        self._key.unbind()
+        self._value.unbind()
+
     def reset(self) -> None:
         """Nothing to clean: every run writes its buffers before it reads them."""
 

@@ -294,6 +294,12 @@ class TritonLaunch:
         self._schedule_args = self._schedule_arguments(bound)
         self._merge_args = self._merge_arguments(bound)
 
+    def unbind(self) -> None:
+        """Keep no bound tensor alive; a rebind must come before the next run."""
+        if self._merge is not None:
+            self._merge.unbind()
+        del self._bound, self._split_args, self._split_meta, self._schedule_args, self._merge_args
+
     def _split_arguments(self, bound: BoundTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         problem, config, kv = self._problem, self.config, bound.kv
         direct = self._scratch_out is None
