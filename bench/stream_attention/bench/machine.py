@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import platform
@@ -43,8 +44,10 @@ def cold_rotation_bytes(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that can be allocated on `device` now."""
+    """Memory that can be allocated on `device` now; torch's cache of freed blocks counts as free."""
     if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
