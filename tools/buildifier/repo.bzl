@@ -48,7 +48,7 @@ def _buildifier_repository_impl(ctx):
     name = "@bazel/buildifier@" + _VERSION
     path = ctx.os.environ.get("PATH", "")
     result = ctx.execute(
-        command + ["pack", name, "--silent", "--pack-destination", ctx.path(".")],
+        command + ["pack", name, "--loglevel=error", "--pack-destination", ctx.path(".")],
         environment = {
             # Beside npm from a wheel lies its node.
             "PATH": "%s:%s" % (ctx.path("venv/bin"), path),
