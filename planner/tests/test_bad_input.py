@@ -264,6 +264,20 @@ def test_every_fault_is_in_one_message(function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_bad_mode_joins_the_other_faults(function):
+    with pytest.raises(ValueError, match=r"mode='fast': must be one of") as caught:
+        _call(function, {**_tensors(), "q": torch.zeros(2, 5, 16)}, mode="fast", sm_scale=NAN)
+    assert "num_qo_heads=(5, 2)" in str(caught.value)
+    assert "sm_scale=nan" in str(caught.value)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_bad_arguments_come_before_a_mode_that_cannot_be_honoured(function):
+    with pytest.raises(ValueError, match="sm_scale=nan"):
+        _call(function, _tensors(), mode="seed_only_native", sm_scale=NAN)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_fault_of_the_contents_is_in_one_message(function):
     bad = {
         "page_table": _ints(0, 99, 2, 3, -1, 5, 6, 7).view(2, 4),

@@ -23,7 +23,7 @@ from stream_attention.planner.dispatch import (
     unsupported,
     why_chosen,
 )
-from stream_attention.planner.modes import PolicyIdentity, decide
+from stream_attention.planner.modes import PolicyIdentity, decide_with
 from stream_attention.planner.serve import Served, capturing, serve
 
 _OWN_RESULT = "out is given, and this route returns a tensor of its own; use out=None"
@@ -47,8 +47,10 @@ def run_prefill(
     copy that nobody asked for.
     """
     registry = default_registry() if registry is None else registry
-    decision = decide(mode, identity)
-    problem = prefill_problem(q, k, v, attn_mask, validate and not capturing(q), **options)
+    check = validate and not capturing(q)
+    decision, problem = decide_with(
+        mode, identity, lambda: prefill_problem(q, k, v, attn_mask, check, **options)
+    )
     device = device_facts(q.device)
     ranking = rank(problem, device, registry, forms=forms_of(problem))
     for place, candidate in enumerate(ranking.candidates):
@@ -93,8 +95,11 @@ def run_train(
 ) -> Served:
     """`(out, lse or None, info)` by the best differentiable route."""
     registry = default_registry() if registry is None else registry
-    decision = decide(mode, identity)
-    problem = train_problem(q, k, v, attn_mask, dropout_p, generator, **options)
+    decision, problem = decide_with(
+        mode,
+        identity,
+        lambda: train_problem(q, k, v, attn_mask, dropout_p, generator, **options),
+    )
     device = device_facts(q.device)
     ranking = rank(problem, device, registry, forms=forms_of(problem))
     for candidate in ranking.candidates:

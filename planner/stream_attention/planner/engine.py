@@ -15,7 +15,7 @@ from stream_attention.core.registry import Registry, default_registry
 from stream_attention.core.tile_plan import AttentionTilePlan
 from stream_attention.core.validate import validate as validate_contents
 from stream_attention.planner.dispatch import Rankings, build, home_of
-from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity, decide
+from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity, decide_with
 from stream_attention.planner.plan import AttentionPlan
 
 
@@ -103,24 +103,24 @@ class StreamAttnEngine:
             form that `plan` takes. Without `max_qo_len`, a plan that validates is made for the
             longest request that it finds. The rest is as in `plan`.
         """
-        decision = decide(mode, self.identity)
+        options = {
+            "sm_scale": sm_scale,
+            "causal": causal,
+            "window_left": window_left,
+            "window_right": window_right,
+            "logits_soft_cap": logits_soft_cap,
+            "attn_sink": attn_sink,
+            "return_lse": return_lse,
+            "out": out,
+            "lse": lse,
+            "batch_invariant": batch_invariant,
+            "max_qo_len": max_qo_len,
+        }
         with home_of(q):
-            described = describe(
-                q,
-                cache,
-                qo_indptr,
-                v_cache=v_cache,
-                sm_scale=sm_scale,
-                causal=causal,
-                window_left=window_left,
-                window_right=window_right,
-                logits_soft_cap=logits_soft_cap,
-                attn_sink=attn_sink,
-                return_lse=return_lse,
-                out=out,
-                lse=lse,
-                batch_invariant=batch_invariant,
-                max_qo_len=max_qo_len,
+            decision, described = decide_with(
+                mode,
+                self.identity,
+                lambda: describe(q, cache, qo_indptr, v_cache=v_cache, **options),
             )
             if validate:
                 described = checked(described, max_qo_len)

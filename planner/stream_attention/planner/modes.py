@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from stream_attention.core.errors import Faults, UnsupportedProblem
 from stream_attention.core.ir import evaluable_repr, is_int
@@ -11,6 +13,8 @@ from stream_attention.core.ir import evaluable_repr, is_int
 MODES = ("exact_native", "seed_only_native", "verified_auto")
 MODE_ALIASES = {"dense": "exact_native", "auto": "verified_auto"}
 DEFAULT_MODE = "verified_auto"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -94,3 +98,21 @@ def decide(mode: str, identity: PolicyIdentity) -> ModeDecision:
     else:
         why = f"no policy cell is installed for ({who})"
     return ModeDecision(name, f"verified_auto: {why}; exact")
+
+
+def decide_with(
+    mode: str, identity: PolicyIdentity, describe: Callable[[], T]
+) -> tuple[ModeDecision, T]:
+    """`decide`, and what `describe` returns; one `ValueError` when both are at fault.
+
+    Faults of the arguments come before a mode that cannot be honoured for them.
+    """
+    try:
+        described = describe()
+    except ValueError as error:
+        try:
+            canonical_mode(mode)
+        except ValueError as other:
+            raise ValueError(f"{other}\n{error}") from None
+        raise
+    return decide(mode, identity), described

@@ -15,7 +15,7 @@ from stream_attention.core.registry import Registry, default_registry
 from stream_attention.core.tile_plan import AttentionTilePlan
 from stream_attention.planner.dispatch import ById, Ranking, Rankings, build, home_of
 from stream_attention.planner.engine import checked
-from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity, decide
+from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity, decide_with
 from stream_attention.planner.plan_cache import PlanCache, plan_key
 
 Served = tuple[torch.Tensor, torch.Tensor | None, AttentionInfo]
@@ -56,10 +56,11 @@ def serve(
     caller that has ranked the routes itself.
     """
     registry = default_registry() if registry is None else registry
-    decision = decide(mode, identity)
     in_capture = capturing(q)
     with home_of(q):
-        described = describe(q, cache, qo_indptr, **options)
+        decision, described = decide_with(
+            mode, identity, lambda: describe(q, cache, qo_indptr, **options)
+        )
         if validate and not in_capture:
             described = checked(described, options.get("max_qo_len"))
         if phase is not None:
