@@ -233,12 +233,18 @@ def test_math_in_blocks_gives_the_same_as_in_one(return_lse, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-12)
 
 
-def test_batch_invariant_math_gives_the_bits_of_each_request_alone():
+def test_batch_invariant_math_gives_the_bits_of_each_request_alone(monkeypatch):
     q, k, v, sink = _inputs(5, 7, 33, dtype=torch.float32)
     mask = torch.rand(5, 1, 7, 33, generator=torch.Generator().manual_seed(0)) < 0.7
     options = {"has_sink": True, "batch_invariant": True, "mask": "bool"}
     problem = _problem(q, k, v, **options)
     out, lse = sdpa_math.apply_math(problem, q, k, v, attn_sink=sink, attn_mask=mask)
+    batches, real = [], sdpa_math._apply
+    monkeypatch.setattr(
+        sdpa_math, "_apply", lambda p, q, *rest: batches.append(len(q)) or real(p, q, *rest)
+    )
+    again = sdpa_math.apply_math(problem, q, k, v, attn_sink=sink, attn_mask=mask)
+    assert batches == [1] * 5 and torch.equal(again[0], out)  # shapes of one request only
     for b in range(5):
         one = [t[b : b + 1] for t in (q, k, v)]
         alone = sdpa_math.apply_math(
@@ -308,6 +314,20 @@ def test_fused_kernels_get_no_mask_where_semantics_allow(
     assert seen["enable_gqa"] and seen["heads"] == 2
     seen = _sdpa_arguments(monkeypatch, _problem(q, k, v, **options), q, k, v, expand=True)
     assert not seen["enable_gqa"] and seen["heads"] == 4
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_fused_kernels_never_get_a_row_that_sees_nothing(monkeypatch, kind):
+    # Kernels differ in what they make of such a row; here it sees all and its result is dropped.
+    q, k, v, _ = _inputs()
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    mask[2] = False
+    given = mask if kind == "bool" else torch.zeros(5, 5).masked_fill(~mask, -math.inf)
+    problem = _problem(q, k, v, mask=kind, causal=False)
+    seen = _sdpa_arguments(monkeypatch, problem, q, k, v, attn_mask=given)["attn_mask"]
+    assert (seen if kind == "bool" else seen == 0).all()
+    out, _ = sdpa_route.apply_sdpa(problem, q, k, v, attn_mask=given)
+    assert not out[:, 2].any() and (out[:, [0, 1, 3, 4]] != 0).all()
 
 
 @pytest.mark.parametrize("route", ROUTES)

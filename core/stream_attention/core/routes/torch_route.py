@@ -6,6 +6,11 @@ by page into a small buffer that stays in the cache (`torch_kv`), scores and sta
 the batch and the lengths. Lengths and page tables are read on the host at every run, so they may
 change in place between runs; on CUDA that read is a sync, which the cost model charges and a graph
 capture refuses.
+
+Measured at B8, 8192 tokens, 32/8 heads, D128, fp32, shuffled pages of 16, torch 2.13, one thread of
+an EPYC (CPU time, smallest of 14 interleaved runs): 92 ms, against 608 ms for `index_select` of the
+pages and SDPA with `enable_gqa` (6.6 x) and 26 ms for reading K and V once. Peak memory beside the
+cache: 17 MB. The rest of the floor is the copy of each chunk and products of 4 rows.
 """
 
 from __future__ import annotations
