@@ -57,6 +57,10 @@ class BazelPlugin:
     def __init__(self, skip_reason):
         self.skip_reason = skip_reason
         self.num_collected = 0
+        self.num_skipped_modules = 0
+
+    def pytest_collectreport(self, report):
+        self.num_skipped_modules += report.skipped
 
     def pytest_collection_modifyitems(self, config, items):
         import pytest
@@ -95,9 +99,10 @@ def main():
     if os.environ.get("TESTBRIDGE_TEST_ONLY"):
         args += ["-k", os.environ["TESTBRIDGE_TEST_ONLY"]]
     code = int(pytest.main(args + paths, plugins=[plugin]))
-    if code == pytest.ExitCode.NO_TESTS_COLLECTED and plugin.num_collected:
-        # Another shard, or another target of a filtered run, has the tests.
-        return 0
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        # Another shard, or another target of a filtered run, has the tests; or the module as a whole
+        # was skipped, which the report shows with its reason.
+        return 0 if plugin.num_collected or plugin.num_skipped_modules else code
     return code
 
 

@@ -74,6 +74,13 @@ def test_a_file_without_tests_fails_the_target(run):
     assert run("x = 1\n")[0] == 5
 
 
+def test_a_module_that_skips_itself_is_reported_as_skipped(run):
+    text = 'import pytest\npytest.skip("no CUDA device", allow_module_level=True)\n'
+    code, counts, stdout = run(text)
+    assert (code, counts) == (0, {"skipped": 1})
+    assert "no CUDA device" in stdout
+
+
 def test_shards_run_every_test_once(run, tmp_path):
     status = tmp_path / "status"
     total = 0
