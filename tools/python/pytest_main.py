@@ -100,7 +100,7 @@ def main():
         args += ["-k", os.environ["TESTBRIDGE_TEST_ONLY"]]
     code = int(pytest.main(args + paths, plugins=[plugin]))
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
-        # Another shard, or another target of a filtered run, has the tests; or the module as a whole
+        # Another shard, or another target of a filtered run, has the tests; or the whole module
         # was skipped, which the report shows with its reason.
         return 0 if plugin.num_collected or plugin.num_skipped_modules else code
     return code
