@@ -120,3 +120,29 @@ def test_nothing_is_read_on_the_meta_device():
     fields = ("key", "value", "page_table", "sequence_lengths")
     meta = PagedKVCache(**{name: getattr(cache, name).to("meta") for name in fields})
     assert validate(describe(Q.to("meta"), meta)) == 1
+
+
+def test_everything_is_fetched_in_one_transfer(monkeypatch):
+    fetched = []
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "cpu", "numpy"):
+        original = getattr(torch.Tensor, name)
+
+        def counting(tensor, *args, original=original, name=name):
+            fetched.append(name)
+            return original(tensor, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, counting)
+    pool = torch.zeros(8, 16, 2, 16).to(torch.float8_e4m3fn)
+    cache = PagedKVCache(
+        key=pool,
+        value=pool,
+        page_table=torch.tensor(TABLE, dtype=torch.int32),
+        sequence_lengths=torch.tensor([3, 64], dtype=torch.int32),
+        key_scale=torch.ones(2),
+        value_scale=torch.ones(1),
+    )
+    offsets = torch.tensor([0, 2, 7], dtype=torch.int32)
+    described = describe(torch.zeros(7, 4, 16), cache, offsets, attn_sink=torch.zeros(4))
+    assert fetched == []
+    assert validate(described) == 5
+    assert fetched == ["tolist"]
