@@ -44,7 +44,7 @@ def cold_rotation_bytes(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that can be allocated on `device` now; torch's cache of freed blocks counts as free."""
+    """Memory that can be allocated on `device` now; blocks that torch has cached count as free."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
