@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ def run_case(
     progress: Progress = lambda message: None,
 ) -> CaseResult:
     """Every contender on `case`. A case that does not fit the memory is skipped with the reason."""
-    facts = {
+    facts: dict[str, Any] = {
         "case": case,
         "kv_bytes": case.kv_bytes,
         "moved_bytes": case.moved_bytes,

@@ -8,6 +8,7 @@ tokens of one request; a schedule is an ascending list of tiles per request and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,7 +57,7 @@ class AttentionTilePlan:
     def for_problem(cls, problem: AttentionProblem) -> AttentionTilePlan:
         """The plan that executes every tile the problem's semantics can reach."""
         mapping = "page_table" if problem.cache_kind == "paged" else "identity"
-        common = {
+        common: dict[str, Any] = {
             "mapping": mapping,
             "tile_tokens": problem.page_size,
             "per_head_lists": problem.per_head_lists,

@@ -108,8 +108,9 @@ def _list_length_faults(faults: Faults, cache: KVCache) -> None:
     if lens is None or not lens.numel():
         return
     where = _bad_lengths(lens, cache.capacity).nonzero()
-    paged = isinstance(cache, PagedKVCache)
-    origin = f"max_pages * page_size = {cache.max_pages} * {cache.page_size}" if paged else "rows"
+    origin = "rows"
+    if isinstance(cache, PagedKVCache):
+        origin = f"max_pages * page_size = {cache.max_pages} * {cache.page_size}"
     for index in where[:MAX_LISTED].tolist():
         value = int(lens[tuple(index)])
         faults.add(

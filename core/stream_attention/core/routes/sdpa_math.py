@@ -52,8 +52,8 @@ def apply_math(
             own = attn_mask
             if own is not None:
                 own = rows_of_mask(full_rank(own), b, b + 1, 0)
-            one = (x[b : b + 1] for x in (q, k, v))
-            parts.append(_apply(problem, *one, attn_sink, own, generator))
+            one_q, one_k, one_v = (x[b : b + 1] for x in (q, k, v))
+            parts.append(_apply(problem, one_q, one_k, one_v, attn_sink, own, generator))
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
     return _apply(problem, q, k, v, attn_sink, attn_mask, generator)
 

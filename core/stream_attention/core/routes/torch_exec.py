@@ -135,6 +135,7 @@ def _chunk_step(
         token = torch.arange(begin, end, device=query.device)
         positions = torch.arange(position, position + count, device=query.device)
         mask = hidden(positions.view(-1, 1, 1), token, call.sight)
+        assert mask is not None  # a tile is cut by a window or by the causal edge
         scores.view(heads, count, -1, tokens).masked_fill_(mask, _NEG_INF)
         mask = mask.expand(-1, rows // count, -1).reshape(1, rows, tokens)
     state.advance(scores)
