@@ -103,7 +103,7 @@ class StreamAttnEngine:
             form that `plan` takes. Without `max_qo_len`, a plan that validates is made for the
             longest request that it finds. The rest is as in `plan`.
         """
-        options = {
+        options: dict[str, Any] = {
             "sm_scale": sm_scale,
             "causal": causal,
             "window_left": window_left,
