@@ -69,12 +69,16 @@ def _always(case: DecodeCase, device: torch.device) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A named way to compute a case. `supports` gives the reasons why it cannot, or none."""
+    """A named way to compute a case. `supports` gives the reasons why it cannot, or none.
+
+    graph_safe: on a GPU, `run` may be captured in a CUDA graph; if not, only eager runs time it.
+    """
 
     name: str
     kind: str
     build: Build
     supports: Supports = _always
+    graph_safe: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -88,7 +88,7 @@ def _route(record: AttentionRecord) -> Contender:
             works.append(Work(launch.run, call.bound.out, note=_note(launch.backend_plan)))
         return works
 
-    return Contender(record.route, "route", build, supports)
+    return Contender(record.route, "route", build, supports, record.graph_safe)
 
 
 def _note(plan: AttentionBackendPlan) -> str:

@@ -92,6 +92,8 @@ def _one(
     name, kind = contender.name, contender.kind
     try:
         reasons = tuple(contender.supports(case, device))
+        if settings.graph and device.type == "cuda" and not contender.graph_safe:
+            reasons += ("graph: cannot be captured in a CUDA graph; use --eager",)
         if reasons:
             return Row(name, kind, "unsupported", reasons)
         for pool in pools:

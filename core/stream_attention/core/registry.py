@@ -41,6 +41,7 @@ class AttentionRecord:
     """A route to attention.
 
     route: unique name. backend: library or language. package: distribution that brings it.
+    graph_safe: on a GPU, runs of a launch may be captured in a CUDA graph (no sync, no host read).
     native: our own architecture kernel (wins over portable routes at equal estimate).
     rules: legality table. estimate_us: cost model in microseconds, used to rank legal routes.
     build: `(problem, tile_plan, device, bound) -> Launch`; `None` for a route that is only
@@ -56,6 +57,7 @@ class AttentionRecord:
     build: Callable[..., Any] | None = None
     apply: Callable[..., Any] | None = None
     native: bool = False
+    graph_safe: bool = True
 
     def reasons(self, problem: AttentionProblem, device: DeviceFacts) -> tuple[str, ...]:
         """Every reason why this route cannot serve the problem; empty when it can."""

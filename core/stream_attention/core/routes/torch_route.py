@@ -246,5 +246,6 @@ def register(registry: Registry) -> None:
             rules=_RULES,
             estimate_us=estimate_us,
             build=build,
+            graph_safe=False,
         )
     )
