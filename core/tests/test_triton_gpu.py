@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stream_attention.core.device import device_facts
-from stream_attention.core.routes import triton_kernels, triton_route
+from stream_attention.core.routes import triton_config, triton_kernels, triton_route
 from stream_attention.core.testing import contract
 from stream_attention.core.testing.checks import check_route, find_record, launch
 from stream_attention.core.testing.hostile import HOSTILE
@@ -27,7 +27,7 @@ def _forced(schedule: str):
     """The route with splits of a few tiles each, whatever the lengths."""
 
     def build_launch(problem, tile_plan, device, bound):
-        config = triton_route.choose_config(problem, device)
+        config = triton_config.choose_config(problem, device)
         if config.schedule in ("direct", "scan", "even"):
             single = problem.batch == 1
             config = dataclasses.replace(

@@ -20,7 +20,7 @@ import torch
 from stream_attention.core.device import DeviceFacts
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord
-from stream_attention.core.routes import triton_route
+from stream_attention.core.routes import triton_config, triton_route
 from stream_attention.core.testing import contract
 from stream_attention.core.testing.checks import check_route, find_record, launch
 from stream_attention.core.testing.hostile import SMALL
@@ -38,7 +38,7 @@ def _record(min_tokens: int | None = None) -> AttentionRecord:
     """The route as if the CPU had 32 processors, with splits from `min_tokens` tokens on."""
 
     def build_launch(problem, tile_plan, device, bound):
-        config = triton_route.choose_config(problem, MANY_SMS)
+        config = triton_config.choose_config(problem, MANY_SMS)
         if min_tokens is not None and config.schedule in ("direct", "scan", "even"):
             splits = max(2, min(8, problem.kv_capacity // min_tokens))
             config = dataclasses.replace(
@@ -47,7 +47,7 @@ def _record(min_tokens: int | None = None) -> AttentionRecord:
                 max_splits=splits,
                 slots=splits,
                 min_tiles=1,
-                items=config.items + splits * triton_route.MOST_WAVES * (problem.batch > 1),
+                items=config.items + splits * triton_config.MOST_WAVES * (problem.batch > 1),
                 block_n=16,
             )
         return triton_route.TritonLaunch(problem, MANY_SMS, bound, config=config)
@@ -130,13 +130,13 @@ def _problem(**changes) -> AttentionProblem:
     ],
 )
 def test_schedule_follows_capacity_and_batch(changes, schedule: str, splits: int) -> None:
-    config = triton_route.choose_config(_problem(**changes), H200)
+    config = triton_config.choose_config(_problem(**changes), H200)
     assert (config.schedule, config.max_splits) == (schedule, splits)
 
 
 def test_batch_invariant_tiles_do_not_depend_on_the_batch() -> None:
     configs = {
-        triton_route.choose_tiles(
+        triton_config.choose_tiles(
             _problem(batch=batch, total_qo_len=total, max_qo_len=longest, batch_invariant=True)
         )
         for batch, total, longest in ((1, 1, 1), (64, 64, 1), (3, 4098, 4096), (1, 100, 100))
@@ -153,10 +153,10 @@ def test_scratch_stays_below_its_bound() -> None:
                 max_qo_len=queries,
                 kv_capacity=1 << 17,
             )
-            config = triton_route.choose_config(problem, H200)
+            config = triton_config.choose_config(problem, H200)
             rows = problem.total_qo_len * problem.num_qo_heads
             scratch = config.max_splits * rows * (problem.head_dim_vo + 1) * 4
-            assert config.schedule == "direct" or scratch <= triton_route.MAX_SCRATCH_BYTES
+            assert config.schedule == "direct" or scratch <= triton_config.MAX_SCRATCH_BYTES
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_scratch_stays_below_its_bound() -> None:
     ],
 )
 def test_config_rules_reject(changes, rule: str) -> None:
-    config = triton_route.choose_config(_problem(), H200)
-    assert eval(repr(config), {"TritonConfig": triton_route.TritonConfig}) == config
+    config = triton_config.choose_config(_problem(), H200)
+    assert eval(repr(config), {"TritonConfig": triton_config.TritonConfig}) == config
     with pytest.raises(ValueError, match=rule):
         dataclasses.replace(config, **changes)
 

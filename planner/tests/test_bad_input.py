@@ -1,6 +1,6 @@
 """Bad input to every public function: a ValueError with parameter, value, rule, nearest choice.
 
-Longer than other modules because most of it is tables: one entry a fault.
+Longer than 600 lines because most of it is tables: one entry a fault.
 """
 
 import math

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from stream_attention.core.cache import KVCache, check_row_strides, row_alignment
+from stream_attention.core.cache import KVCache
+from stream_attention.core.cache_checks import check_row_strides, row_alignment
 from stream_attention.core.dtypes import OUT_DTYPES, QUERY_DTYPES, dtype_name
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.launch import BoundTensors

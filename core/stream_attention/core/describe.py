@@ -18,8 +18,8 @@ from stream_attention.core.cache import (
     ContiguousKVCache,
     KVCache,
     PagedKVCache,
-    _check_storage,
 )
+from stream_attention.core.cache_checks import check_storage
 from stream_attention.core.call_checks import (
     check_against_cache,
     check_alias,
@@ -84,6 +84,8 @@ def describe(
     allocate: bool = True,
 ) -> Described:
     """Check a serving call and describe it, without a sync.
+
+    Longer than 80 lines because it is the one place where a call's arguments meet.
 
     q: `[batch, num_qo_heads, head_dim]` (one query a request), `[batch, qo_len, num_qo_heads,
         head_dim]`, or packed `[total_q, num_qo_heads, head_dim]` beside `qo_indptr`. Any strides
@@ -188,7 +190,7 @@ def _as_cache(faults: Faults, cache: Any, v_cache: Any) -> KVCache | None:
         )
         return None
     found = Faults()
-    _check_storage(pair, found, ("key", "value"))
+    check_storage(pair, found, ("key", "value"))
     if not found:
         return ContiguousKVCache(key=cache, value=v_cache)
     for fault in found:  # in the words of a caller who passed two tensors

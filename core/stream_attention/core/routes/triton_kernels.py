@@ -263,6 +263,8 @@ def attention_split(
 ):  # fmt: skip
     """One query tile × one split of its KV range → a partial state, or the answer.
 
+    Longer than 80 lines because its steps share some forty values: a helper would take them all.
+
     SCHEDULE "direct": one split, out and lse are final. The others write partial states to
     `[max_splits, total_q, heads, head_dim]`: "scan" takes its item from `schedule_splits`; "even"
     cuts each row into up to `max_splits` equal parts, "fixed" into parts of `chunk_tiles` tiles
