@@ -1,6 +1,6 @@
 """2,000 seeded and 2,000 drawn random small problems on the torch route against the oracle.
 
-Half of the seeded ones run with chunks of 16 tokens, so that small problems cross the borders of chunks too.
+Half of the seeded ones run with chunks of 16 tokens, so that they cross the borders of chunks too.
 """
 
 import random
