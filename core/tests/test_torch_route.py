@@ -273,3 +273,22 @@ def test_tiles_of_both_readers_are_the_stored_tokens(dtype, page_size, layout):
     page, slot = pages[token // page_size], token % page_size
     assert torch.equal(reader.tiles(page, slot, None), want)
     assert torch.equal(reader.tiles(page, slot, torch.tensor([2])), want[2:])
+
+
+@pytest.mark.parametrize("window", [2**63 - 1, 2**63, 2**70])
+def test_a_window_beyond_int64_sees_everything(record, window):
+    built = build(Case(qo_lens=(1, 6), kv_lens=(300, 20)))
+    want, _ = _run(record, built, causal=False)
+    for side in ("window_left", "window_right"):
+        out, _ = _run(record, built, causal=False, **{side: window})
+        assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_heads_and_tokens_that_share_memory_are_read(layout):
+    shape = (16, 3) if layout == "NHD" else (3, 16)
+    stored = torch.randn(6, 1, 1, 8).expand(6, *shape, 8)
+    stored = stored if layout == "NHD" else stored.transpose(1, 2)
+    reader = PoolReader(stored, 3, 64, copy=False)
+    tile = reader.tile(torch.tensor([4, 1]), 0, 32, None)
+    assert torch.equal(tile, stored[[4, 1]].flatten(0, 1).transpose(0, 1))

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# Positions and lengths are int32, so a window of this size sees everything and sums fit an int64.
+_REACH = 1 << 40
+
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
@@ -27,7 +30,8 @@ class Visibility:
     @classmethod
     def of(cls, causal: bool, window_left: int | None, window_right: int | None) -> Visibility:
         """Causal bounds the right side at the row itself, whatever `window_right` says."""
-        return cls(window_left, 0 if causal else window_right)
+        left, right = (None if w is None else min(w, _REACH) for w in (window_left, window_right))
+        return cls(left, 0 if causal else right)
 
     @property
     def bounded(self) -> bool:

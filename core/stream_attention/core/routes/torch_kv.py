@@ -38,7 +38,9 @@ def head_rows(pool: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     """
     pages, size, heads, dim = pool.shape
     page_stride, token_stride, head_stride, _ = pool.stride()
-    if pages == 0 or heads == 1 or head_stride < size * token_stride or page_stride % head_stride:
+    if pages == 0 or heads == 1 or head_stride < max(1, size * token_stride):
+        return None  # also where heads share memory (stride 0)
+    if page_stride % head_stride:
         return None
     per_page = page_stride // head_stride
     if per_page < heads:
