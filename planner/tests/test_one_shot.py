@@ -137,3 +137,15 @@ def test_number_scales_follow_the_call():
             value_scale=scale,
         )
         golden(q, cache).check(stream_attn.decode(q, cache)[0])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_results_made_in_inference_mode_are_written(inside):
+    q, k, v = _call()
+    want, lse, _ = stream_attn.decode(q, k, v, return_lse=True)
+    with torch.inference_mode():
+        results = {"out": torch.empty_like(want), "lse": torch.empty_like(lse)}
+    with torch.inference_mode(inside):
+        stream_attn.decode(q, k, v, return_lse=True, **results)
+    assert torch.equal(results["out"], want)
+    assert torch.equal(results["lse"], lse)

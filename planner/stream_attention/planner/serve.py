@@ -30,6 +30,11 @@ def capturing(q: Any) -> bool:
     return isinstance(q, torch.Tensor) and q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def _is_inference(tensor: torch.Tensor | None) -> bool:
+    """Whether only code in inference mode may write `tensor`."""
+    return tensor is not None and tensor.is_inference()
+
+
 def serve(
     q: torch.Tensor,
     cache: KVCache | torch.Tensor,
@@ -84,7 +89,8 @@ def serve(
             built = plan
             built.launch.rebind(bound)
         # A launch that raises is not given back: its scratch may be half written.
-        built.launch.run()
+        with torch.inference_mode(_is_inference(bound.out) or _is_inference(bound.lse)):
+            built.launch.run()
         if keep and hasattr(built.launch, "unbind"):
             built.launch.unbind()
             plans.give(key, built)
