@@ -86,3 +86,14 @@ def test_a_call_at_fault_names_it_while_it_is_traced():
     q, k, v = tensors()
     with pytest.raises(Exception, match="the last axis must be the key's head_dim = 16"):
         compiled(stream_attn.train)(q[..., :8], k, v)
+
+
+@pytest.mark.parametrize("function", [stream_attn.prefill, stream_attn.train])
+def test_autocast_rounds_nothing_in_a_graph(function):
+    inputs = tensors()
+
+    def run(q, k, v):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return function(q, k, v)
+
+    torch.testing.assert_close(compiled(run)(*inputs), function(*inputs), atol=1e-5, rtol=1e-5)

@@ -149,3 +149,13 @@ def test_results_made_in_inference_mode_are_written(inside):
         stream_attn.decode(q, k, v, return_lse=True, **results)
     assert torch.equal(results["out"], want)
     assert torch.equal(results["lse"], lse)
+
+
+@pytest.mark.parametrize("tokens", [20, 600])
+def test_autocast_rounds_nothing(tokens):
+    q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, tokens, 2, 16), torch.randn(2, tokens, 2, 16)
+    want, _ = stream_attn.decode(q, k, v)
+    plan = StreamAttnEngine().plan(q, k, v)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(stream_attn.decode(q, k, v)[0], want)
+        assert torch.equal(plan.run()[0], want)

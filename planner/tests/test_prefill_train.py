@@ -176,3 +176,14 @@ def test_sequences_of_no_request_or_no_token():
     assert stream_attn.train(q, k, v).shape == q.shape
     q, k = torch.randn(2, 3, 4, 16), torch.empty(2, 0, 2, 16)
     assert not stream_attn.train(q, k, k).any()
+
+
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 2.0}], ids=str)
+@pytest.mark.parametrize("function", [stream_attn.prefill, stream_attn.train])
+def test_autocast_rounds_neither_products_nor_results(function, options):
+    q, k, v = tensors()
+    want = function(q, k, v, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = function(q, k, v, **options)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, want)

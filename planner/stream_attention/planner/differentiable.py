@@ -181,13 +181,15 @@ def _apply(
 ) -> Served:
     record = chosen.record
     assert record.apply is not None
-    out, lse = record.apply(
-        problem,
-        *qkv,
-        attn_sink=options.get("attn_sink"),
-        attn_mask=attn_mask,
-        generator=generator,
-    )
+    # A caller's autocast would round the products and the result of inputs in fp32.
+    with torch.autocast(qkv[0].device.type, enabled=False):
+        out, lse = record.apply(
+            problem,
+            *qkv,
+            attn_sink=options.get("attn_sink"),
+            attn_mask=attn_mask,
+            generator=generator,
+        )
     place = ranking.candidates.index(chosen)  # those before it refused when they were tried
     why = why_chosen(chosen, len(ranking.candidates), place)
     plan = AttentionBackendPlan(

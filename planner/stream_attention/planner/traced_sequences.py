@@ -89,15 +89,16 @@ def _applied(
     options: dict[str, Any],
 ) -> Traced:
     name = _name(spec)
-    out, lse = _APPLIED[name](
-        _PROBLEMS[name],
-        q,
-        k,
-        v,
-        attn_sink=options["attn_sink"],
-        attn_mask=attn_mask,
-        generator=generator,
-    )
+    with torch.autocast(q.device.type, enabled=False):  # as in a call that is not traced
+        out, lse = _APPLIED[name](
+            _PROBLEMS[name],
+            q,
+            k,
+            v,
+            attn_sink=options["attn_sink"],
+            attn_mask=attn_mask,
+            generator=generator,
+        )
     return out, (lse if options["return_lse"] else None), _info(spec)
 
 

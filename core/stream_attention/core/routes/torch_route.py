@@ -151,7 +151,8 @@ class TorchLaunch:
             self._shared,
             self._chunk_tokens,
         )
-        with torch.no_grad():
+        # Scores and state stay fp32 under a caller's autocast, which would round the products.
+        with torch.no_grad(), torch.autocast(bound.q.device.type, enabled=False):
             for index in alone.tolist():
                 run_alone(call, items, index)
             for tokens, index in groups:
