@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 
@@ -140,6 +141,20 @@ def test_all_faults_are_reported_at_once():
 def test_a_value_of_a_wrong_type_is_a_fault_and_not_a_crash():
     with pytest.raises(ValueError, match=r"num_qo_heads='8': must be an int >= 1"):
         AttentionProblem(**{**GOOD, "num_qo_heads": "8"})
+
+
+@pytest.mark.parametrize("value", [True, 10**400, 1e300], ids=["flag", "huge_int", "huge"])
+@pytest.mark.parametrize("name", ["sm_scale", "logits_soft_cap"])
+def test_a_number_that_float32_cannot_hold_is_a_fault(name, value):
+    with pytest.raises(
+        ValueError, match=rf"{name}={re.escape(repr(value))}: must be .*that float32 can hold"
+    ):
+        AttentionProblem(**{**GOOD, name: value})
+
+
+def test_a_cap_that_float32_rounds_to_zero_is_a_fault():
+    with pytest.raises(ValueError, match="logits_soft_cap=1e-300: must be"):
+        AttentionProblem(**{**GOOD, "logits_soft_cap": 1e-300})
 
 
 def test_repr_evaluates_back_and_omits_defaults():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,8 @@ LAYOUTS = ("NHD", "HND")
 SCALE_KINDS = (None, "tensor", "head")
 MASK_KINDS = (None, "bool", "additive")
 MAX_HEAD_DIM = 512
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+_FLOAT32_TINY = 2.0**-126
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
@@ -115,7 +116,9 @@ def _nearest_group(p: AttentionProblem) -> str:
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """A number, no flag, that float32 can hold: kernels compute in it."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and abs(value) <= _FLOAT32_MAX  # also False for NaN
 
 
 def _window(name: str) -> Rule:
@@ -170,7 +173,7 @@ PROBLEM_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sm_scale",
-        "must be a finite number (0 is legal)",
+        "must be a finite number (0 is legal) that float32 can hold",
         lambda p: _finite(p.sm_scale),
         lambda p: p.head_dim_qk**-0.5,
     ),
@@ -184,9 +187,10 @@ PROBLEM_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "logits_soft_cap",
-        "must be None (off) or a finite number > 0",
+        "must be None (off) or a finite number > 0 that float32 can hold",
         lambda p: (
-            p.logits_soft_cap is None or (_finite(p.logits_soft_cap) and p.logits_soft_cap > 0)
+            p.logits_soft_cap is None
+            or (_finite(p.logits_soft_cap) and p.logits_soft_cap >= _FLOAT32_TINY)
         ),
         lambda p: "None",
     ),
