@@ -78,6 +78,16 @@ CALLS = {
         {},
         ["q.layout=torch.sparse_coo: must be dense; use q.to_dense()"],
     ),
+    "q_sparse_rows": (
+        {"q": torch.zeros(2, 4, 16).to_sparse_csr()},
+        {},
+        ["q.layout=torch.sparse_csr: must be dense"],
+    ),
+    "q_nested": (
+        {"q": torch.nested.nested_tensor([torch.zeros(4, 16)] * 2)},
+        {},
+        ["q.layout='nested': must be dense; use torch.nested.to_padded_tensor(q, 0.0)"],
+    ),
     "q_batch": (
         {"q": torch.zeros(3, 4, 16)},
         {},
@@ -199,6 +209,21 @@ CALLS = {
         {},
         {"out": torch.zeros(4, 2, 16).transpose(0, 1)},
         ["out.stride=(16, 32, 1): must be contiguous"],
+    ),
+    "out_sparse": (
+        {},
+        {"out": torch.zeros(2, 4, 16).to_sparse()},
+        ["out.layout=torch.sparse_coo: must be dense"],
+    ),
+    "lse_sparse": (
+        {},
+        {"lse": torch.zeros(2, 4).to_sparse(), "return_lse": True},
+        ["lse.layout=torch.sparse_coo: must be dense"],
+    ),
+    "sink_nested": (
+        {},
+        {"attn_sink": torch.nested.nested_tensor([torch.zeros(4)])},
+        ["attn_sink.layout='nested': must be dense"],
     ),
     "out_gradient": (
         {},
@@ -459,6 +484,18 @@ def test_out_and_lse_do_not_overlap():
         _call("decode", _tensors(), out=out, lse=lse, return_lse=True)
 
 
+@pytest.mark.parametrize("name", ["key_scale", "value_scale"])
+def test_an_output_that_overlaps_a_scale_is_refused(name):
+    tensors = _tensors()
+    memory = torch.ones(128)
+    for pool in ("key", "value"):
+        tensors[pool] = tensors[pool].to(FP8)
+    tensors[name] = memory[126:]
+    with pytest.raises(ValueError, match=f"out='overlaps {name}'"):
+        _call("decode", tensors, out=memory.view(2, 4, 16))
+    assert memory.eq(1).all()
+
+
 def test_scales_of_fp8_are_checked():
     tensors = _tensors()
     for name in ("key", "value"):
@@ -529,6 +566,14 @@ SEQUENCES = {
     "mask_shape": (
         {"attn_mask": torch.zeros(3, 5, dtype=torch.bool)},
         ["attn_mask.shape=(3, 5): must broadcast to [batch, num_qo", "use (2, 4, 3, 6)"],
+    ),
+    "nested": (
+        {"k": torch.nested.nested_tensor([torch.zeros(6, 2, 16)] * 2)},
+        ["k.layout='nested': must be dense"],
+    ),
+    "mask_sparse": (
+        {"attn_mask": torch.zeros(3, 6).to_sparse()},
+        ["attn_mask.layout=torch.sparse_coo: must be dense; use attn_mask.to_dense()"],
     ),
     "mask_device": (
         {"attn_mask": torch.zeros(3, 6, dtype=torch.bool, device="meta")},

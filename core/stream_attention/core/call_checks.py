@@ -24,10 +24,8 @@ def check_q(faults: Faults, q: Any) -> None:
         f"must be a torch.Tensor {_Q_AXES}",
     ):
         return
-    if not faults.require(
-        q.layout == torch.strided, "q.layout", q.layout, "must be dense", "q.to_dense()"
-    ):
-        return
+    if not require_dense(faults, "q", q):
+        faults.raise_if_any("attention")  # it may have no shape or strides to look at
     faults.require(
         dtype_name(q.dtype) in QUERY_DTYPES,
         "q.dtype",
@@ -45,6 +43,15 @@ def check_q(faults: Faults, q: Any) -> None:
     ):
         check_row_strides(faults, "q", q)
         check_base(faults, "q", q)
+
+
+def require_dense(faults: Faults, name: str, tensor: torch.Tensor) -> bool:
+    """Neither sparse nor nested nor of another library: others have no strides or no one shape."""
+    layout = "nested" if tensor.is_nested else tensor.layout
+    rule, nearest = "must be dense", f"{name}.to_dense()"
+    if tensor.is_nested:
+        nearest = f"torch.nested.to_padded_tensor({name}, 0.0)"
+    return faults.require(layout == torch.strided, f"{name}.layout", layout, rule, nearest)
 
 
 def check_grad(faults: Faults, name: str, tensor: torch.Tensor, rule: str) -> None:
@@ -101,7 +108,7 @@ def check_sink(faults: Faults, q: Any, sink: Any) -> None:
         type(sink).__name__,
         f"must be an fp32 tensor [{heads}] of logits",
         "None",
-    ):
+    ) or not require_dense(faults, "attn_sink", sink):
         return
     faults.require(
         heads == "num_qo_heads" or shape_of(sink) == (heads,),
@@ -176,7 +183,7 @@ def _check_output(
         name,
         type(tensor).__name__,
         "must be a torch.Tensor",
-    ):
+    ) or not require_dense(faults, name, tensor):
         return False
     faults.require(
         shape_of(tensor) == shape,
@@ -222,6 +229,8 @@ def check_alias(bound: BoundTensors) -> None:
         "value": kv.value,
         "page_table": kv.page_table,
         "sequence_lengths": kv.kv_lens,
+        "key_scale": kv.key_scale,
+        "value_scale": kv.value_scale,
         "qo_indptr": bound.qo_indptr,
         "attn_sink": bound.attn_sink,
     }

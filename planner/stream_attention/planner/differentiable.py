@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from stream_attention.core.backend_plan import AttentionBackendPlan, Rejection
+from stream_attention.core.call_checks import require_dense
 from stream_attention.core.describe import Described, describe
 from stream_attention.core.device import device_facts
 from stream_attention.core.errors import Faults, UnsupportedProblem, shape_of
@@ -214,7 +215,7 @@ def _check_sequences(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if faults.require(
             isinstance(tensor, torch.Tensor), name, type(tensor).__name__, "must be a torch.Tensor"
-        ):
+        ) and require_dense(faults, name, tensor):
             faults.require(
                 tensor.dim() == 4,
                 f"{name}.shape",
@@ -234,7 +235,7 @@ def _mask_kind(mask: Any, described: Described) -> str | None:
     full = (problem.batch, problem.num_qo_heads, problem.max_qo_len, problem.kv_capacity)
     if not faults.require(
         isinstance(mask, torch.Tensor), "attn_mask", type(mask).__name__, "must be a torch.Tensor"
-    ):
+    ) or not require_dense(faults, "attn_mask", mask):
         faults.raise_if_any("attention")
     faults.require(
         mask.dtype in (torch.bool, torch.float32, q.dtype),
