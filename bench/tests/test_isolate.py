@@ -1,6 +1,8 @@
 """Isolated workers: rows are merged, and a crash costs only the rows that it prevented."""
 
+import pathlib
 import sys
+import time
 
 import pytest
 
@@ -73,6 +75,30 @@ def test_a_crash_keeps_earlier_cases_and_other_contenders(program, reason):
     assert [row.outcome for row in second.rows] == ["failed", "ok"]
     assert reason in second.rows[0].reasons[0]
     assert second.case == CASES[1] and second.floor_us == CURVE.floor_us(CASES[1].moved_bytes)
+
+
+@pytest.mark.parametrize("end", ["time.sleep(60)", "sys.exit(0)"])
+def test_what_a_worker_started_ends_with_it(tmp_path, end):
+    pid_file = tmp_path / "pid"
+    program = (
+        "import subprocess, sys, time; child = subprocess.Popen(['sleep', '60']); "
+        f"open({str(pid_file)!r}, 'w').write(str(child.pid)); sys.stdout.close(); {end}"
+    )
+    isolate.run_workers(
+        [contender("bad")],
+        CASES,
+        CURVE,
+        [],
+        seconds=2,
+        command=lambda entry, arguments, path: python(program),
+    )
+    stat = pathlib.Path("/proc", pid_file.read_text(), "stat")
+    for _ in range(50):  # the kernel takes a moment
+        state = stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else "gone"
+        if state in ("gone", "Z"):
+            break
+        time.sleep(0.1)
+    assert state in ("gone", "Z")
 
 
 def test_all_workers_lost_still_gives_every_row():

@@ -6,6 +6,7 @@ case, so the cases before a crash are kept. Every worker makes the same inputs f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -70,20 +71,28 @@ def run_workers(
 def _run(command: Sequence[str], seconds: float) -> str:
     """Run a worker; gives how it ended, for cases that it left without a result."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
+    # A session of its own: what the worker started, such as a compiler, ends with it, and neither
+    # disturbs the next measurement nor holds the pipes open.
+    worker = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
+        _, errors = worker.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         return f"the worker gave no result within {seconds:g} s"
-    how = f"ended with status {done.returncode}"
-    if done.returncode < 0:
-        how = f"was killed by {signal.Signals(-done.returncode).name}"
-    tail = " | ".join(done.stderr.strip().splitlines()[-_TAIL_LINES:])
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()
+    how = f"ended with status {worker.returncode}"
+    if worker.returncode < 0:
+        how = f"was killed by {signal.Signals(-worker.returncode).name}"
+    tail = " | ".join(errors.strip().splitlines()[-_TAIL_LINES:])
     return f"the worker {how}: {tail}" if tail else f"the worker {how}"
 
 
