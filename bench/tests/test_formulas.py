@@ -31,6 +31,7 @@ def test_a_decode_row_sees_every_token():
 def test_verify_rows_see_a_triangle_and_never_less_than_nothing():
     assert formulas.visible_pairs([5], 3) == 3 + 4 + 5
     assert formulas.visible_pairs([1], 3) == 0 + 0 + 1
+    assert formulas.visible_pairs([2**31], 2**20) == sum(range(2**31 - 2**20 + 1, 2**31 + 1))
 
 
 def test_flops_count_two_products_of_multiply_and_add():

@@ -72,7 +72,17 @@ def test_pools_of_a_rotation_differ_and_repeat_for_a_seed():
 def test_pool_bytes_are_the_storage():
     case = DecodeCase(batch=2, lengths=parse_lengths("9,4"), **RAGGED)
     pool = pools.build_pool(case, CPU, seed=0)
-    assert pools.pool_bytes(case) == pool.cache.key.nbytes + pool.cache.value.nbytes
+    cache = pool.cache
+    tensors = (cache.key, cache.value, cache.page_table, pool.q, pool.q)  # out is as large as q
+    assert pools.pool_bytes(case) == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_a_query_or_a_table_that_does_not_fit_is_seen_before_it_is_made():
+    wide = DecodeCase(batch=1, lengths=uniform(1), num_qo_heads=2**31 - 1, num_kv_heads=1)
+    ragged = DecodeCase(batch=2**20, lengths=parse_lengths("skewed:2147483647:1"), page_size=1)
+    for case in (wide, ragged):
+        with pytest.raises(pools.NotEnoughMemory):
+            pools.check_memory(case, CPU, 1)
 
 
 def test_a_rotation_exceeds_the_cache(monkeypatch):

@@ -50,7 +50,8 @@ def visible_pairs(kv_lens: Sequence[int], q_len: int) -> int:
 
     Row i of a request sees `max(0, kv_len - q_len + i + 1)` keys, so a decode row sees `kv_len`.
     """
-    return sum(max(0, n - q_len + i + 1) for n in kv_lens for i in range(q_len))
+    # The last m rows see n - m + 1 … n keys, m = min(n, q_len); rows before them see none.
+    return sum(m * (2 * n - m + 1) // 2 for n in kv_lens for m in (min(n, q_len),))
 
 
 def attention_flops(kv_lens: Sequence[int], q_len: int, num_qo_heads: int, head_dim: int) -> int:

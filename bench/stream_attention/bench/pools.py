@@ -53,10 +53,11 @@ class Pool:
 
 
 def pool_bytes(case: DecodeCase) -> int:
-    """Bytes that one pool's K and V take, whole pages and spare pages counted."""
+    """Bytes of one pool: K and V in whole pages, spare ones counted, page table, q and output."""
     pages = sum(-(-n // case.page_size) for n in case.kv_lens) + _SPARE_PAGES
     row = 2 * case.num_kv_heads * case.head_dim * dtype_bytes(case.dtype)
-    return pages * case.page_size * row
+    q = case.num_rows * case.num_qo_heads * case.head_dim * dtype_bytes(case.dtype)
+    return pages * case.page_size * row + 4 * case.batch * case.max_pages + 2 * q
 
 
 def num_pools(case: DecodeCase, device: torch.device, cold: bool = True) -> int:
