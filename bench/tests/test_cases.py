@@ -42,6 +42,11 @@ def test_range_stays_in_its_bounds():
     assert 300 <= min(drawn) < 320 and 880 < max(drawn) <= 900
 
 
+def test_a_long_distribution_keeps_its_name():
+    case = DecodeCase(batch=1, lengths=parse_lengths("lognormal:2147483647:1.25:7"))
+    assert "lognormal:2147483647:1.25:7" in case.name
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -52,7 +57,7 @@ def test_range_stays_in_its_bounds():
             "lognormal:3:1",
             "lognormal takes MEAN:SIGMA:SEED, got 2 fields; use lognormal:4608:1.0:0",
         ),
-        ("lognormal:3:nan:0", "SIGMA=nan must be in 0..2147483647; use 0"),
+        ("lognormal:3:nan:0", "SIGMA=nan must be in 0..10; use 0"),
         ("range:9:3:0", "LO=9 must be at most HI=3; use range:3:9:0"),
         ("range:a:3:0", "range: LO='a' must be an int; use 1"),
         ("-4", r"-4 must be in 0\.\.2147483647; use 0"),

@@ -1,6 +1,7 @@
 """The command: flags and their errors, a tiny run from end to end, its exit status."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from absl import flags
 
-from stream_attention.bench import paged_decode, results
+from stream_attention.bench import output, paged_decode, results
 from stream_attention.bench.cases import SUITES
 from stream_attention.bench.results import Row
 
@@ -35,6 +36,10 @@ def run(capsys, *arguments):
     [
         ("--batch=0", r"flag --batch=0: must be an int >= 1; use 1"),
         ("--batch=many", r"flag --batch=many: must be an int >= 1; use 8"),
+        ("--batch=2147483648", r"must be an int in 1..1048576; use 1048576"),
+        ("--threads=99999999999", r"must be an int in 1..\d+; use \d+"),
+        ("--seed=18446744073709551616", r"must be an int in 0..2147483647; use 2147483647"),
+        ("--lengths=lognormal:5:1e9:0", r"SIGMA=1e9 must be in 0..10; use 10"),
         ("--page_size=-1", r"flag --page_size=-1: must be an int >= 1; use 1"),
         ("--layout=nhd", r"flag --layout=nhd: must be one of NHD, HND; use NHD"),
         ("--dtype=bf17", r"flag --dtype=bf17: must be one of .*; use bf16"),
@@ -131,6 +136,38 @@ def test_only_our_own_broken_routes_fail_the_run():
     assert paged_decode.exit_status(Fake(Row("a", "route", "wrong", ("why",)))) == 1
 
 
+@pytest.mark.parametrize("name", ["", "folder", "file/x.json", "/proc/none/x.json"])
+def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    text = str(tmp_path / name) if name else name
+    with pytest.raises(ValueError, match=r"--json='.*': must (name a file|be writable)"):
+        output.output_path(text)
+
+
+def test_writing_keeps_links_and_devices(tmp_path):
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    output.write_text(link, "new")
+    assert link.is_symlink() and target.read_text() == "new"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    output.write_text(output.output_path(str(pipe)), "piped")
+    assert os.read(reader, 10) == b"piped" and pipe.is_fifo()
+    os.close(reader)
+    assert {path.name for path in tmp_path.iterdir()} == {"target.json", "link.json", "pipe"}
+
+
+def test_an_interrupted_run_ends_with_130_and_says_so(capsys, monkeypatch):
+    def interrupt(job):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(paged_decode, "run_all", interrupt)
+    status, _, stderr = run(capsys, *TINY, *QUICK)
+    assert (status, stderr) == (130, "paged_decode: interrupted\n")
+
+
 def test_the_module_runs_as_a_program_without_matplotlib():
     program = (
         "import sys; import stream_attention.bench.paged_decode, stream_attention.bench.host_cost; "
@@ -143,11 +180,9 @@ def test_the_module_runs_as_a_program_without_matplotlib():
         text=True,
         env=child_environment(),
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "flag --batch=0: must be an int >= 1; use 1" in done.stderr
 
 
 def child_environment():
-    import os
-
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}

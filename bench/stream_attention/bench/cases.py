@@ -97,7 +97,8 @@ class DecodeCase:
 def _length_name(lengths: Lengths) -> str:
     if lengths.kind != "uniform":
         text = str(lengths)
-        return text if len(text) <= 24 else f"{len(lengths.numbers)} lengths"
+        too_long = lengths.kind == "list" and len(text) > 24
+        return f"{len(lengths.numbers)} lengths" if too_long else text
     tokens = int(lengths.numbers[0])
     return f"N{tokens // 1024}K" if tokens and tokens % 1024 == 0 else f"N{tokens}"
 

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from absl import flags
 
 from stream_attention.bench.lengths import Lengths, parse_lengths
 
+MAX_COUNT = 2**31 - 1
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+    """For `app.run(main, flags_parser=...)`: exit status 2 for a bad flag, as for bad values.
+
+    absl's own parser ends with 1, which means a failed route here.
+    """
+    try:
+        return list(flags.FLAGS(argv))
+    except flags.Error as error:
+        sys.stderr.write(f"{Path(argv[0]).stem}: {error}\nuse --help to see the flags\n")
+        sys.exit(2)
+
 
 class CountParser(flags.ArgumentParser):
-    """An int >= `low`; `nearest` is what the error suggests for text that is no number."""
+    """An int in `low..high`; `nearest` is what the error suggests for text that is no number."""
 
-    def __init__(self, low: int, nearest: int) -> None:
+    def __init__(self, low: int, nearest: int, high: int = MAX_COUNT) -> None:
         self.low = low
         self.nearest = nearest
+        self.high = high
 
     def parse(self, argument: str | int) -> int:
         rule = f"must be an int >= {self.low}"
@@ -26,6 +43,8 @@ class CountParser(flags.ArgumentParser):
             raise ValueError(f"{rule}; use {self.nearest}") from None
         if value < self.low:
             raise ValueError(f"{rule}; use {self.low}")
+        if value > self.high:
+            raise ValueError(f"must be an int in {self.low}..{self.high}; use {self.high}")
         return value
 
     def flag_type(self) -> str:
@@ -76,10 +95,17 @@ class FlagDefiner:
     values: flags.FlagValues
 
     def count(
-        self, name: str, default: int | None, help_text: str, *, low: int, nearest: int
+        self,
+        name: str,
+        default: int | None,
+        help_text: str,
+        *,
+        low: int,
+        nearest: int,
+        high: int = MAX_COUNT,
     ) -> None:
-        """An int flag with a lower bound."""
-        flags.DEFINE(CountParser(low, nearest), name, default, help_text, self.values)
+        """An int flag with bounds."""
+        flags.DEFINE(CountParser(low, nearest, high), name, default, help_text, self.values)
 
     def choice(
         self,

@@ -228,4 +228,4 @@ def define_flags(values: flags.FlagValues) -> None:
 
 if __name__ == "__main__":
     define_flags(FLAGS)
-    app.run(main)
+    app.run(main, flags_parser=flag_types.parse_flags)

@@ -15,6 +15,8 @@ import random
 from dataclasses import dataclass
 
 KINDS = ("uniform", "list", "lognormal", "skewed", "range")
+# Here one request holds nearly all tokens; exp() of a draw overflows from about 100.
+MAX_SIGMA = 10
 _FORMS = "N, a comma list, lognormal:MEAN:SIGMA:SEED, skewed[:LONG:SHORT], range:LO:HI:SEED"
 
 
@@ -113,8 +115,10 @@ def _parse_number(head: str, name: str, field: str) -> float:
         rule = "a number" if fractional else "an int"
         raise ValueError(f"{head}: {name}={field!r} must be {rule}; use 1") from None
     low = 1 if name in ("MEAN", "LONG") else 0
-    if not low <= number < 2**31:  # also false for NaN
-        raise ValueError(f"{head}: {name}={field} must be in {low}..2147483647; use {low}")
+    high = MAX_SIGMA if fractional else 2**31 - 1
+    if not low <= number <= high:  # also false for NaN
+        nearest = high if number > high else low
+        raise ValueError(f"{head}: {name}={field} must be in {low}..{high}; use {nearest}")
     return number
 
 

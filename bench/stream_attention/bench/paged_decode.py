@@ -6,11 +6,13 @@
     ./bazelw run //bench:paged_decode -- --batch=64 --lengths=lognormal:4608:1.0:0
 
 Every row is checked against the fp64 oracle in the same run, on outputs poisoned just before the
-timed work. Exit status: 0; 1 when one of our own routes failed or was wrong; 2 for bad flags.
+timed work. Exit status: 0; 1 when one of our own routes failed or was wrong; 2 for bad flags; 130
+when interrupted.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +56,8 @@ def define_flags(values: flags.FlagValues) -> None:
     """Register this binary's flags in `values`."""
     define = flag_types.FlagDefiner(values)
     count, choice = define.count, define.choice
-    count("batch", None, "Requests (default 8).", low=1, nearest=8)
+    # Lengths are drawn as Python numbers, one a request.
+    count("batch", None, "Requests (default 8).", low=1, nearest=8, high=2**20)
     define.lengths(
         "lengths",
         "KV tokens a request: N, a comma list, lognormal:MEAN:SIGMA:SEED, skewed[:LONG:SHORT], "
@@ -78,6 +81,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "Query tokens a request; more than 1 is verify (default 1).",
         low=1,
         nearest=1,
+        high=2**20,
     )
     choice("device", "auto", ("auto", "cpu", "cuda"), "Where to run.")
     choice("suite", None, tuple(SUITES), "A named list of cases, in place of the shape flags.")
@@ -86,7 +90,8 @@ def define_flags(values: flags.FlagValues) -> None:
     define.names("contender_modules", "Modules to import that register more contenders.")
     count("replays", 25, "Samples a contender.", low=1, nearest=25)
     count("max_seconds", 2, "Limit on one contender's samples (CPU).", low=1, nearest=2)
-    count("threads", None, "CPU threads (default: torch's).", low=1, nearest=2)
+    cpus = os.cpu_count() or 1
+    count("threads", None, "CPU threads (default: torch's).", low=1, nearest=cpus, high=cpus)
     count("seed", 0, "Seed of the random inputs.", low=0, nearest=0)
     define.switch("check", True, "Check every row against the fp64 oracle.")
     define.switch("eager", False, "CUDA: time eager launches in place of graph replay.")
@@ -267,7 +272,12 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
         tuple(sys.argv[1:]),
         float(values.worker_seconds) if values.isolate else None,
     )
-    return exit_status(run_all(job))
+    try:
+        return exit_status(run_all(job))
+    except KeyboardInterrupt:
+        kept = f"; finished cases are in {path}" if path is not None and path.exists() else ""
+        print(f"paged_decode: interrupted{kept}", file=sys.stderr)
+        return 130
 
 
 def exit_status(run: Run) -> int:
@@ -278,4 +288,4 @@ def exit_status(run: Run) -> int:
 
 if __name__ == "__main__":
     define_flags(FLAGS)
-    app.run(main)
+    app.run(main, flags_parser=flag_types.parse_flags)
