@@ -283,3 +283,10 @@ def test_kernel_gets_flat_views_and_fills_new_tensors():
 def test_cpu_tensors_stay_with_torch():
     outs, lses = _states(2)
     assert state._kernel((outs,), (lses,), 2, outs.dtype, None) is None
+
+
+def test_tensors_that_are_not_dense_are_refused():
+    out, lse = torch.randn(2, 3, 8), torch.randn(2, 3)
+    text = _refusal(merge_states, out.to_sparse(), lse, out, torch.nested.nested_tensor([lse[0]]))
+    assert "out_a.layout=torch.sparse_coo: must be dense; use out_a.to_dense()" in text
+    assert "lse_b.layout='nested': must be dense" in text

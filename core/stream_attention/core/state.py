@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from stream_attention.core.cache_checks import row_alignment
+from stream_attention.core.call_checks import require_dense
 from stream_attention.core.device import device_facts
 from stream_attention.core.dtypes import OUT_DTYPES, dtype_name
 from stream_attention.core.errors import Faults, shape_of
@@ -130,10 +131,14 @@ def torch_merge(
 
 
 def _check_part(faults: Faults, out_name: str, out: Any, lse_name: str, lse: Any) -> None:
+    dense = True
     for name, value in ((out_name, out), (lse_name, lse)):
         if not isinstance(value, torch.Tensor):
             faults.add(name, type(value).__name__, "must be a torch.Tensor")
-    if not (isinstance(out, torch.Tensor) and isinstance(lse, torch.Tensor)):
+        elif require_dense(faults, name, value):
+            continue
+        dense = False
+    if not dense:
         return
     faults.require(
         dtype_name(out.dtype) in OUT_DTYPES,
