@@ -250,6 +250,53 @@ def test_bad_contents_are_named_with_request_and_column():
     assert "qo_indptr=[0, 2, 1]" in _message(built.q, built.cache, bad)
 
 
+HOSTILE_CALLS = {
+    "huge_scale": ({"sm_scale": 10**400}, "sm_scale="),
+    "flag_scale": ({"sm_scale": True}, "sm_scale=True"),
+    "huge_cap": ({"logits_soft_cap": 10**400}, "logits_soft_cap="),
+    "sink_device": ({"attn_sink": torch.zeros(2, device="meta")}, "attn_sink="),
+    "mask_device": ({"attn_mask": torch.zeros(7, device="meta")}, "attn_mask="),
+    "q_sparse": ({"q": torch.zeros(2, 4, 2, 8).to_sparse()}, "q='Tensor': must be dense"),
+    "no_heads": ({"k": torch.zeros(2, 7, 0, 8), "v": torch.zeros(2, 7, 0, 8)}, "num_kv_heads"),
+    "no_dim": (
+        {name: torch.zeros(2, 7, 2, 0) for name in ("q", "k", "v")},
+        "num_kv_heads, head_dim=(2, 0): must be >= 1",
+    ),
+    "k_sparse": ({"k": torch.zeros(2, 7, 2, 8).to_sparse()}, "cache_or_kv="),
+    "no_data": (
+        {
+            "q": torch.zeros(2, 4, 2, 8, device="meta"),
+            "k": torch.zeros(2, 7, 2, 8, device="meta"),
+            "v": torch.zeros(2, 7, 2, 8, device="meta"),
+        },
+        "q.device='meta': tensors there hold no data",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_CALLS)
+def test_hostile_arguments_are_refused_by_name(name):
+    changed, part = HOSTILE_CALLS[name]
+    call = {
+        "q": torch.zeros(2, 4, 2, 8),
+        "k": torch.zeros(2, 7, 2, 8),
+        "v": torch.zeros(2, 7, 2, 8),
+    }
+    call.update(changed)
+    with pytest.raises(ValueError) as caught:
+        attention(call.pop("q"), (call.pop("k"), call.pop("v")), **call)
+    assert part in str(caught.value)
+
+
+def test_a_window_beyond_int64_sees_everything():
+    q = torch.randn(2, 4, 2, 8)
+    k, v = _kv(2, 7, 2, 8)
+    want = attention(q, (k, v), causal=False)
+    for window in (2**63 - 1, 2**70):
+        for side in ("window_left", "window_right"):
+            assert torch.equal(attention(q, (k, v), causal=False, **{side: window}), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_golden_accepts_the_rounded_answer_and_refuses_the_next_dtype_down(dtype):
     built = build(Case(dtype="float32", qo_lens=(1, 3), kv_lens=(90, 40)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ import torch
 from stream_attention.core.cache import ContiguousKVCache, PagedKVCache
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.ir import is_int
+
+# Positions and lengths are int32, so a window of this size sees everything and sums fit an int64.
+_REACH = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,13 +94,15 @@ def prepare(
     heads, dim = q.shape[-2:]
     if attn_sink is not None:
         faults.require(
-            isinstance(attn_sink, torch.Tensor) and shape_of(attn_sink) == (heads,),
+            _is_dense(attn_sink)
+            and shape_of(attn_sink) == (heads,)
+            and attn_sink.device == q.device,
             "attn_sink",
-            shape_of(attn_sink) if isinstance(attn_sink, torch.Tensor) else attn_sink,
-            f"must be a tensor [{heads}] of logits",
+            shape_of(attn_sink) if _is_dense(attn_sink) else attn_sink,
+            f"must be a tensor [{heads}] of logits on q's device",
             (heads,),
         )
-    mask = _expand_mask(faults, attn_mask, indptr, (batch, heads, capacity))
+    mask = _expand_mask(faults, attn_mask, indptr, (batch, heads, capacity), q.device)
     faults.raise_if_any("oracle.attention")
     return OracleCall(
         q=q.reshape(-1, heads, dim),
@@ -105,8 +110,8 @@ def prepare(
         cache=cache,
         sm_scale=dim**-0.5 if sm_scale is None else float(sm_scale),
         causal=causal,
-        window_left=window_left,
-        window_right=window_right,
+        window_left=None if window_left is None else min(window_left, _REACH),
+        window_right=None if window_right is None else min(window_right, _REACH),
         logits_soft_cap=logits_soft_cap,
         attn_sink=attn_sink,
         attn_mask=mask,
@@ -121,6 +126,13 @@ def _extent(cache: Any) -> tuple[int, int, int]:
     return cache.batch, cache.capacity, cache.value.shape[-1]
 
 
+def _is_dense(tensor: Any) -> bool:
+    """A tensor with a shape and strides: neither sparse nor nested."""
+    return (
+        isinstance(tensor, torch.Tensor) and not tensor.is_nested and tensor.layout == torch.strided
+    )
+
+
 def _check_cache(faults: Faults, cache: Any, v: Any) -> Any:
     """The cache or the `(k, v)` pair, or `None` when it is neither."""
     if isinstance(cache, torch.Tensor):
@@ -130,7 +142,7 @@ def _check_cache(faults: Faults, cache: Any, v: Any) -> Any:
     if isinstance(cache, (PagedKVCache, ContiguousKVCache)):
         return cache
     pair = isinstance(cache, (tuple, list)) and len(cache) == 2
-    pair = pair and all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in cache)
+    pair = pair and all(_is_dense(x) and x.dim() == 4 for x in cache)
     if not faults.require(
         pair,
         "cache_or_kv",
@@ -155,7 +167,8 @@ def _check_options(
     faults: Faults, causal: Any, sm_scale: Any, left: Any, right: Any, cap: Any
 ) -> None:
     def number(x: Any) -> bool:
-        return isinstance(x, (int, float)) and math.isfinite(x)
+        number = isinstance(x, (int, float)) and not isinstance(x, bool)
+        return number and abs(x) <= sys.float_info.max  # also False for NaN
 
     faults.require(isinstance(causal, bool), "causal", causal, "must be a bool", True)
     faults.require(
@@ -192,14 +205,22 @@ def _check_options(
 def _check_query(faults: Faults, q: Any, cache: Any, indptr: Any) -> bool:
     """Rank, heads, head_dim, device of `q` and form of `qo_indptr`."""
     if not faults.require(
-        isinstance(q, torch.Tensor) and q.dim() in (3, 4) and q.is_floating_point(),
+        _is_dense(q) and q.dim() in (3, 4) and q.is_floating_point(),
         "q",
-        shape_of(q) if isinstance(q, torch.Tensor) else type(q).__name__,
-        "must be a floating tensor [total_q, Hq, D], [batch, Hq, D] or [batch, qo_len, Hq, D]",
+        shape_of(q) if _is_dense(q) else type(q).__name__,
+        "must be dense, floating, [total_q, Hq, D], [batch, Hq, D] or [batch, qo_len, Hq, D]",
     ):
         return False
     key = cache[0] if isinstance(cache, tuple) else cache.key
     batch, heads = _extent(cache)[0], num_kv_heads(cache)
+    if not faults.require(
+        heads >= 1 and key.shape[-1] >= 1,
+        "num_kv_heads, head_dim",
+        (heads, key.shape[-1]),
+        "must be >= 1",
+        (1, 1),
+    ):
+        return False
     ok = faults.require(
         q.shape[-1] == key.shape[-1],
         "q.shape[-1]",
@@ -217,18 +238,22 @@ def _check_query(faults: Faults, q: Any, cache: Any, indptr: Any) -> bool:
     ok &= faults.require(
         q.device == key.device, "q.device", str(q.device), "must be the cache's device", key.device
     )
+    ok &= faults.require(
+        q.device.type != "meta", "q.device", "meta", "tensors there hold no data", "'cpu'"
+    )
     if indptr is None:
         return ok and faults.require(
             q.shape[0] == batch, "q.shape[0]", q.shape[0], "must be the cache's batch", batch
         )
     return ok and faults.require(
         q.dim() == 3
-        and isinstance(indptr, torch.Tensor)
+        and _is_dense(indptr)
+        and indptr.device == q.device
         and indptr.dtype == torch.int32
         and shape_of(indptr) == (batch + 1,),
         "qo_indptr",
-        shape_of(indptr) if isinstance(indptr, torch.Tensor) else type(indptr).__name__,
-        f"must be an int32 tensor [{batch + 1}] beside q [total_q, Hq, D]",
+        shape_of(indptr) if _is_dense(indptr) else type(indptr).__name__,
+        f"must be an int32 tensor [{batch + 1}] on q's device, beside q [total_q, Hq, D]",
         (batch + 1,),
     )
 
@@ -270,7 +295,11 @@ def _check_contents(faults: Faults, cache: Any, indptr: list[int], total: int) -
 
 
 def _expand_mask(
-    faults: Faults, mask: Any, indptr: list[int], extent: tuple[int, int, int]
+    faults: Faults,
+    mask: Any,
+    indptr: list[int],
+    extent: tuple[int, int, int],
+    device: torch.device,
 ) -> torch.Tensor | None:
     """`[batch, num_qo_heads, qo_len, capacity]`, or `None` without a mask."""
     if mask is None:
@@ -282,10 +311,12 @@ def _expand_mask(
     ):
         return None
     if not faults.require(
-        isinstance(mask, torch.Tensor) and (mask.dtype == torch.bool or mask.is_floating_point()),
+        _is_dense(mask)
+        and mask.device == device
+        and (mask.dtype == torch.bool or mask.is_floating_point()),
         "attn_mask",
-        mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__,
-        "must be a bool or floating tensor",
+        mask.dtype if _is_dense(mask) else type(mask).__name__,
+        "must be a dense bool or floating tensor on q's device",
     ):
         return None
     shape = (batch, heads, counts.pop(), capacity)
