@@ -140,10 +140,11 @@ def test_a_python_that_cannot_make_a_venv_is_seen(machine):
     assert "no Python of 3.10 or later that can make a venv" in stderr
 
 
-def test_a_named_bazel_must_exist(machine):
-    code, _, stderr = machine.run("info", STREAM_ATTENTION_BAZEL="/no/such/bazel")
+@pytest.mark.parametrize("name", ["/no/such/bazel", "/usr"])
+def test_a_named_bazel_must_be_a_program(machine, name):
+    code, _, stderr = machine.run("info", STREAM_ATTENTION_BAZEL=name)
     assert code == 1
-    assert "STREAM_ATTENTION_BAZEL=/no/such/bazel: must be an executable; unset it" in stderr
+    assert f"STREAM_ATTENTION_BAZEL={name}: must be an executable; unset it" in stderr
 
 
 @pytest.mark.parametrize("home", [None, "", "/no/such/home"])
