@@ -74,6 +74,9 @@ def _find_python(ctx, without_torch):
     asked = ctx.os.environ.get("STREAM_ATTENTION_PYTHON", "")
     reasons = []
     for candidate in [asked] if asked else _CANDIDATES:
+        if "/" in candidate and not candidate.startswith("/"):
+            reasons.append("%s: must be an absolute path, or a name on PATH" % candidate)
+            continue
         path = candidate if candidate.startswith("/") else ctx.which(candidate)
         if not path or not ctx.path(path).exists:
             reasons.append("%s: not found" % candidate)
@@ -83,7 +86,10 @@ def _find_python(ctx, without_torch):
             lines = (result.stderr.strip() or "exit code %d" % result.return_code).split("\n")
             reasons.append("%s: %s" % (path, lines[-1]))
             continue
-        version, executable = result.stdout.strip().split(" ", 1)
+        version, _, executable = result.stdout.strip().partition(" ")
+        if not executable.startswith("/"):
+            reasons.append("%s: is no Python that runs a program" % path)
+            continue
         if version not in without_torch:
             return version, executable
         reasons.append("%s: is Python %s, for which the CPU lock has no torch; STREAM_ATTENTION_TORCH=cuda has one" %
