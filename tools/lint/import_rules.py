@@ -99,6 +99,16 @@ class ImportRules:
                 return found
         return None
 
+    def unused(self, target: lint_tree.Target) -> list[str]:
+        """Deps that no source of a target imports."""
+        paths = [path for path in target.files() if path.suffix == ".py"]
+        used: set[str] = set()
+        for path in paths:
+            for name, _ in imports(path, path.read_text()):
+                head = name.partition(".")[0]
+                used |= self.first_party(name) or self.third_party.get(head) or set()
+        return sorted(set(target.deps) - used)
+
     def check(self, target: lint_tree.Target, path: pathlib.Path, text: str) -> Iterator[str]:
         """One sentence per import that the target's deps do not cover."""
         have = {target.label, *target.deps, *IMPLICIT}

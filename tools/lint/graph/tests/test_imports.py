@@ -1,3 +1,4 @@
+import dataclasses
 import pathlib
 
 import import_rules
@@ -28,6 +29,20 @@ def test_every_import_is_covered_by_a_dep(targets, rules):
         for reason in rules.check(target, path, path.read_text())
     ]
     assert reasons == []
+
+
+def test_every_dep_of_a_library_is_imported(targets, rules):
+    # Not of tests and binaries: they start programs, and find packages by name.
+    libraries = [target for target in targets if target.kind == "py_library"]
+    assert len(libraries) > 10
+    unused = {target.label: deps for target in libraries if (deps := rules.unused(target))}
+    assert unused == {}, "take them out of deps"
+
+
+def test_an_unused_dep_is_found(targets, rules):
+    (flows,) = [target for target in targets if target.label == "//flows:flows"]
+    bad = dataclasses.replace(flows, deps=(*flows.deps, "@pypi//rich:rich"))
+    assert rules.unused(bad) == ["@pypi//rich:rich"]
 
 
 def test_every_module_belongs_to_a_target(targets):
