@@ -187,3 +187,25 @@ def test_autocast_rounds_neither_products_nor_results(function, options):
         out = function(q, k, v, **options)
     assert out.dtype == torch.float32
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 2.0, "window_left": 3}], ids=str)
+def test_train_works_inside_function_transforms(options):
+    q, k, v = tensors()
+
+    def loss(q, k, v):
+        return stream_attn.train(q, k, v, **options).square().sum()
+
+    leaf = q.clone().requires_grad_()
+    loss(leaf, k, v).backward()
+    torch.testing.assert_close(torch.func.grad(loss)(q, k, v), leaf.grad, atol=1e-5, rtol=1e-5)
+    batched = torch.vmap(lambda q: stream_attn.train(q, k, v, **options))(torch.stack([q, 2 * q]))
+    for scale, out in zip((1, 2), batched, strict=True):
+        want = stream_attn.train(scale * q, k, v, **options)
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_serving_call_inside_a_transform_is_refused():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"q='transformed': .* use stream_attention\.train"):
+        torch.vmap(lambda q: stream_attn.decode(q, k, v)[0])(q.unsqueeze(0))

@@ -69,11 +69,11 @@ def check_base(faults: Faults, name: str, tensor: torch.Tensor) -> None:
     """The base address obeys the row rule too (a view can start anywhere)."""
     if tensor.device.type == "meta" or tensor.numel() == 0:
         return
-    unit = row_alignment(tensor)
-    if tensor.data_ptr() % unit:
+    unit, address = row_alignment(tensor), _address(tensor)
+    if address is not None and address % unit:
         faults.add(
             f"{name}.data_ptr() % {unit}",
-            tensor.data_ptr() % unit,
+            address % unit,
             f"the first element must lie on a multiple of {unit} bytes",
             f"{name}.clone()",
         )
@@ -211,6 +211,14 @@ def _check_output(
     return True
 
 
+def _address(tensor: torch.Tensor) -> int | None:
+    """`data_ptr()`, or `None` inside `torch.func` transforms, whose tensors stand for others."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return None
+
+
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and one past the last byte that `tensor` can touch."""
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -220,8 +228,8 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 def check_alias(bound: BoundTensors) -> None:
     """Outputs overlap nothing that the call reads, nor each other."""
-    if bound.q.device.type == "meta":
-        return
+    if bound.q.device.type == "meta" or bound.out.device.type == "meta":
+        return  # no memory, or none that this call writes
     kv = bound.kv
     read = {
         "q": bound.q,
@@ -234,8 +242,13 @@ def check_alias(bound: BoundTensors) -> None:
         "qo_indptr": bound.qo_indptr,
         "attn_sink": bound.attn_sink,
     }
-    spans = {n: _span(t) for n, t in read.items() if t is not None and t.numel()}
     faults = Faults()
+    for name, tensor in (*read.items(), ("out", bound.out), ("lse", bound.lse)):
+        if tensor is not None and _address(tensor) is None:
+            rule = "a serving call takes tensors with memory, not inside torch.func transforms"
+            faults.add(name, "transformed", rule, "stream_attention.train")
+    faults.raise_if_any("attention")
+    spans = {n: _span(t) for n, t in read.items() if t is not None and t.numel()}
     for name, tensor in (("out", bound.out), ("lse", bound.lse)):
         if tensor is None or not tensor.numel() or tensor.device.type == "meta":
             continue
