@@ -259,3 +259,42 @@ def test_compiled_calls_raise_the_same_errors(return_info):
     cache.sequence_lengths[1] = 99
     with pytest.raises(ValueError, match=r"sequence_lengths\[1\]=99: request 1 must hold"):
         compiled(run)(torch.randn(3, 4, 16), cache)
+
+
+class Subclass(torch.Tensor):
+    """A tensor that goes through the operator because torch may have more to do with it."""
+
+
+BAD_KINDS = {
+    "scale": ({"sm_scale": "1"}, "sm_scale='1': must be None or a number"),
+    "cap": ({"logits_soft_cap": "1"}, "logits_soft_cap='1': must be None or a number"),
+    "window": ({"window_left": 1.5}, "window_left=1.5: must be None or an int"),
+    "window_size": ({"window_left": 2**70}, "must fit 64 bits here; use None"),
+    "causal": ({"causal": None}, "causal=None: must be a bool"),
+    "sink": ({"attn_sink": 0.5}, "attn_sink=0.5: must be None or a torch.Tensor"),
+    "out": ({"out": 3}, "out=3: must be None or a torch.Tensor"),
+    "lse": ({"lse": torch.zeros(3, 1, 4)}, "return_lse=False: lse is given; use return_lse=True"),
+    "mode": ({"mode": 5}, "mode=5: must be one of"),
+    "model": ({"model_id": 5}, "model_id=5: must be None or a non-empty string"),
+    "layer": ({"layer_id": "0"}, "layer_id='0': must be None or an int >= 0"),
+    "cache": ({"cache": "pages"}, "cache='str': must be a cache, or a key tensor beside v_cache"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_KINDS)
+def test_a_subclass_gets_the_errors_of_a_plain_tensor(name):
+    options, part = BAD_KINDS[name]
+    call = {"cache": paged(), "return_info": False, **options}
+    with pytest.raises(ValueError) as caught:
+        stream_attn.decode(torch.randn(3, 1, 4, 16).as_subclass(Subclass), **call)
+    assert part in str(caught.value)
+
+
+def test_a_compiled_call_takes_no_flag_for_another():
+    def step(q):
+        return stream_attn.decode(q, cache, causal=None, return_info=False)
+
+    cache, q = paged(), torch.randn(3, 1, 4, 16)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="causal"):
+        torch.compile(step, fullgraph=True, backend="eager")(q)

@@ -14,12 +14,12 @@ import torch
 from stream_attention.core.cache import ContiguousKVCache, KVCache, PagedKVCache
 from stream_attention.core.describe import describe
 from stream_attention.core.device import device_facts
-from stream_attention.core.errors import UnsupportedProblem
+from stream_attention.core.errors import Faults, UnsupportedProblem
 from stream_attention.core.info import AttentionInfo
 from stream_attention.core.registry import default_registry
 from stream_attention.core.tile_plan import AttentionTilePlan
 from stream_attention.planner.dispatch import slower, unsupported, why_chosen
-from stream_attention.planner.modes import PolicyIdentity, decide
+from stream_attention.planner.modes import PolicyIdentity, canonical_mode, decide
 from stream_attention.planner.ops import attention_op, attention_out_op, cache_of
 from stream_attention.planner.serve import RANKINGS
 
@@ -51,6 +51,17 @@ def call_traced(
     With `return_info` the traced function is specialized on shapes (the route depends on them);
     without, sizes may stay symbolic.
     """
+    _check_kinds(
+        cache if isinstance(cache, KVCache) else (cache, v_cache),
+        {"qo_indptr": qo_indptr, "attn_sink": attn_sink, "out": out, "lse": lse},
+        {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap},
+        {"max_qo_len": max_qo_len, "window_left": window_left, "window_right": window_right},
+        {"causal": causal, "return_lse": return_lse, "batch_invariant": batch_invariant},
+        lse is None or return_lse is True,
+    )
+    if not torch.compiler.is_compiling():
+        canonical_mode(mode)
+        PolicyIdentity(*names)
     if isinstance(cache, torch.Tensor):
         cache = ContiguousKVCache(key=cache, value=v_cache)
     table = cache.page_table if isinstance(cache, PagedKVCache) else None
@@ -92,6 +103,37 @@ def call_traced(
         out, lse, *tensors, *scale_tensors, *common, batch_invariant, validate, mode, *names
     )
     return out, lse, info
+
+
+def _check_kinds(
+    cache: Any,
+    tensors: dict[str, Any],
+    numbers: dict[str, Any],
+    counts: dict[str, Any],
+    flags: dict[str, Any],
+    takes_lse: bool,
+) -> None:
+    """What the operator's schema would refuse in torch's words, or take for something else."""
+    faults = Faults()
+    if not isinstance(cache, KVCache) and not isinstance(cache[0], torch.Tensor):
+        kind = type(cache[0]).__name__
+        faults.add("cache", kind, "must be a cache, or a key tensor beside v_cache")
+    for kinds, values, rule in (
+        (torch.Tensor, tensors, "must be None or a torch.Tensor"),
+        ((int, float), numbers, "must be None or a number"),
+        (int, counts, "must be None or an int"),
+        (bool, flags, "must be a bool"),
+    ):
+        for name, value in values.items():
+            missing = value is None and kinds is not bool
+            if not missing and not isinstance(value, kinds):
+                faults.add(name, value, rule)
+    for name, value in counts.items():
+        if type(value) is int and not torch.compiler.is_compiling() and abs(value) >= 1 << 63:
+            faults.add(name, value, "must fit 64 bits here", "None")
+    if not takes_lse:
+        faults.add("return_lse", False, "lse is given", "return_lse=True")
+    faults.raise_if_any("attention")
 
 
 def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
