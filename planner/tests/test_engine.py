@@ -1,5 +1,6 @@
 """Engine and plans: choice, reasons, explain, modes, ownership of memory."""
 
+import copy
 import re
 
 import pytest
@@ -313,3 +314,16 @@ def test_page_lists_of_the_caller_are_a_schedule():
 
 def test_the_default_registry_is_used_when_none_is_given():
     assert StreamAttnEngine().registry is default_registry()
+
+
+def test_a_wrong_registry_is_refused_when_the_engine_is_made():
+    with pytest.raises(ValueError, match=r"registry='torch': must be None .* or a Registry"):
+        StreamAttnEngine(registry="torch")
+
+
+def test_a_module_that_holds_an_engine_can_be_copied():
+    layer = torch.nn.Linear(1, 1)
+    layer.engine = StreamAttnEngine(model_id="m", layer_id=3)
+    copied = copy.deepcopy(layer).engine
+    assert copied.identity == layer.engine.identity
+    assert copied.plan(queries(), paged()).run()[0].isfinite().all()

@@ -37,18 +37,29 @@ class StreamAttnEngine:
         phase_db: Any = None,
         registry: Registry | None = None,
     ) -> None:
+        faults = Faults()
+        faults.require(
+            registry is None or isinstance(registry, Registry),
+            "registry",
+            registry,
+            "must be None (the process-wide one) or a Registry",
+            "None",
+        )
         if phase_db is not None:
-            faults = Faults()
             faults.add(
                 "phase_db",
                 phase_db,
                 "no evidence database is part of this version; routes are ranked by cost model",
                 "None",
             )
-            faults.raise_if_any("StreamAttnEngine")
+        faults.raise_if_any("StreamAttnEngine")
         self.identity = PolicyIdentity(policy_name, model_id, layer_id)
         self.registry = default_registry() if registry is None else registry
         self._rankings = Rankings()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StreamAttnEngine:
+        """The engine itself: it may be shared, so that a module which holds one can be copied."""
+        return self
 
     def plan(
         self,
