@@ -327,3 +327,12 @@ def test_a_module_that_holds_an_engine_can_be_copied():
     copied = copy.deepcopy(layer).engine
     assert copied.identity == layer.engine.identity
     assert copied.plan(queries(), paged()).run()[0].isfinite().all()
+
+
+@pytest.mark.parametrize("lens", [[33, 64], [33, 0], [0, 0]])
+def test_a_plan_made_without_gradients_runs_with_them(lens):
+    q, cache = queries(), paged(lens=lens)
+    out = torch.zeros_like(q, requires_grad=True)
+    with torch.no_grad():
+        plan = StreamAttnEngine().plan(torch.nn.Parameter(q), cache, out=out)
+    golden(q, cache).check(plan.run()[0].detach())

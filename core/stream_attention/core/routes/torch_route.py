@@ -121,9 +121,10 @@ class TorchLaunch:
             )
         items, any_empty = self._items()
         if any_empty:
-            bound.out.zero_()
-            if bound.lse is not None:
-                bound.lse.fill_(float("-inf"))
+            with torch.no_grad():  # the plan may have been made without gradients, for a parameter
+                bound.out.zero_()
+                if bound.lse is not None:
+                    bound.lse.fill_(float("-inf"))
         if not len(items):
             return
         p = self._problem
