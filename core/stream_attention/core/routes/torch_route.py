@@ -119,12 +119,19 @@ class TorchLaunch:
                 "route='torch': reads sequence lengths on the host and cannot be captured in a "
                 "CUDA graph; use the triton route"
             )
+        # Scores and state stay fp32 under a caller's autocast, which would round the products, and
+        # a plan that was made without gradients may be run with them.
+        with torch.no_grad(), torch.autocast(bound.q.device.type, enabled=False):
+            self._run()
+
+    def _run(self) -> None:
+        """`run` in the modes that it needs."""
+        bound = self._bound
         items, any_empty = self._items()
         if any_empty:
-            with torch.no_grad():  # the plan may have been made without gradients, for a parameter
-                bound.out.zero_()
-                if bound.lse is not None:
-                    bound.lse.fill_(float("-inf"))
+            bound.out.zero_()
+            if bound.lse is not None:
+                bound.lse.fill_(float("-inf"))
         if not len(items):
             return
         p = self._problem
@@ -152,12 +159,10 @@ class TorchLaunch:
             self._shared,
             self._chunk_tokens,
         )
-        # Scores and state stay fp32 under a caller's autocast, which would round the products.
-        with torch.no_grad(), torch.autocast(bound.q.device.type, enabled=False):
-            for index in alone.tolist():
-                run_alone(call, items, index)
-            for tokens, index in groups:
-                run_group(call, items.take(index), tokens)
+        for index in alone.tolist():
+            run_alone(call, items, index)
+        for tokens, index in groups:
+            run_group(call, items.take(index), tokens)
 
     def _items(self) -> tuple[Items, bool]:
         """Work items of this run, and whether any output row must be written as empty."""
