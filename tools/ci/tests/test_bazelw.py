@@ -1,10 +1,11 @@
-"""Which Bazel `bazelw` takes, on machines made up of a PATH with stand-ins."""
+"""Which Bazel `bazelw` takes, on machines made up of a PATH with stand-ins; a stopped `.ci/run`."""
 
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -153,3 +154,29 @@ def test_without_a_home_bazel_gets_an_output_root(machine, home):
     code, stdout, _ = machine.run("info", HOME=home, TMPDIR=str(machine.folder))
     wanted = f"--output_user_root={machine.folder}/bazel_{os.getuid()}"
     assert (code, stdout) == (0, f"bazel {wanted} info\n")
+
+
+def test_a_call_from_outside_says_where_relative_paths_start(machine):
+    machine.bazel(machine.bin / "bazel", "8.4.2")
+    said = f"relative paths start at {machine.workspace}\n"
+    assert said in machine.run("info", cwd="/")[2]
+    assert machine.run("info", cwd=machine.workspace / "tools")[2] == ""
+
+
+def test_a_ci_run_that_is_stopped_stops_bazel_and_still_ends_in_one_line(tmp_path):
+    for folder in (".ci", "tools/ci"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in (".ci/run", "tools/ci/count_tests.py"):
+        shutil.copy(name, tmp_path / name)
+    (tmp_path / "bazelw").write_text(
+        "#!/bin/bash\n[[ $1 == test ]] || exit 0\ntrap 'touch stopped; exit 8' TERM\n"
+        "touch started\nfor _ in {1..300}; do sleep 0.1; done\n"
+    )
+    (tmp_path / "bazelw").chmod(0o755)
+    run = subprocess.Popen([tmp_path / ".ci/run"], stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / "started").exists():
+        time.sleep(0.05)
+    run.terminate()
+    stdout, _ = run.communicate(timeout=20)
+    assert (run.returncode, stdout) == (8, "0 passed, 1 failed, 0 skipped\n")
+    assert (tmp_path / "stopped").exists()
