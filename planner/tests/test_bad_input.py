@@ -83,11 +83,6 @@ CALLS = {
         {},
         ["q.layout=torch.sparse_csr: must be dense"],
     ),
-    "q_nested": (
-        {"q": torch.nested.nested_tensor([torch.zeros(4, 16)] * 2)},
-        {},
-        ["q.layout='nested': must be dense; use torch.nested.to_padded_tensor(q, 0.0)"],
-    ),
     "q_batch": (
         {"q": torch.zeros(3, 4, 16)},
         {},
@@ -220,11 +215,6 @@ CALLS = {
         {"lse": torch.zeros(2, 4).to_sparse(), "return_lse": True},
         ["lse.layout=torch.sparse_coo: must be dense"],
     ),
-    "sink_nested": (
-        {},
-        {"attn_sink": torch.nested.nested_tensor([torch.zeros(4)])},
-        ["attn_sink.layout='nested': must be dense"],
-    ),
     "out_gradient": (
         {},
         {"out": torch.zeros(2, 4, 16, requires_grad=True)},
@@ -276,6 +266,15 @@ def test_bad_call_is_refused_by_name(function, name):
         _call(function, {**_tensors(), **replaced}, **options)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_nested_tensors_are_refused_by_name(function):
+    rows = torch.nested.nested_tensor([torch.zeros(4, 16)] * 2)
+    with pytest.raises(ValueError, match=r"q\.layout='nested': must be dense; use torch\.nested"):
+        _call(function, {**_tensors(), "q": rows})
+    with pytest.raises(ValueError, match=r"attn_sink\.layout='nested': must be dense"):
+        _call(function, _tensors(), attn_sink=rows)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -567,10 +566,6 @@ SEQUENCES = {
         {"attn_mask": torch.zeros(3, 5, dtype=torch.bool)},
         ["attn_mask.shape=(3, 5): must broadcast to [batch, num_qo", "use (2, 4, 3, 6)"],
     ),
-    "nested": (
-        {"k": torch.nested.nested_tensor([torch.zeros(6, 2, 16)] * 2)},
-        ["k.layout='nested': must be dense"],
-    ),
     "mask_sparse": (
         {"attn_mask": torch.zeros(3, 6).to_sparse()},
         ["attn_mask.layout=torch.sparse_coo: must be dense; use attn_mask.to_dense()"],
@@ -598,6 +593,13 @@ def test_bad_sequences_are_refused_by_name(function, name):
         function(**{**_sequences(), **replaced})
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [stream_attn.prefill, stream_attn.train])
+def test_nested_sequences_are_refused_by_name(function):
+    rows = torch.nested.nested_tensor([torch.zeros(6, 2, 16)] * 2)
+    with pytest.raises(ValueError, match=r"k\.layout='nested': must be dense"):
+        function(**{**_sequences(), "k": rows})
 
 
 def test_prefill_validates_the_sink():
