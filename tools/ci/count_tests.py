@@ -90,12 +90,21 @@ def count_events(events):
 
 
 def read_events(path):
-    """The events of a build-event JSON file, one a line; none where Bazel did not get that far."""
+    """The events of a build-event JSON file, one a line; none where Bazel did not get that far.
+
+    A Bazel that was killed leaves half a line at the end: the run has failed, and the rest counts.
+    """
     try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+        lines = pathlib.Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    return [json.loads(line) for line in lines if line.strip()]
+    events = []
+    for line in filter(None, lines):
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return events
 
 
 def verdict(counts, exit_code):

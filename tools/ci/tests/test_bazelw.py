@@ -173,7 +173,13 @@ def test_a_ci_run_that_is_stopped_stops_bazel_and_still_ends_in_one_line(tmp_pat
         "touch started\nfor _ in {1..300}; do sleep 0.1; done\n"
     )
     (tmp_path / "bazelw").chmod(0o755)
-    run = subprocess.Popen([tmp_path / ".ci/run"], stdout=subprocess.PIPE, text=True)
+    old = tmp_path / "bin/python3"  # older than 3.10, such as one that a version manager chose
+    old.parent.mkdir()
+    old.write_text("#!/bin/bash\nexit 1\n")
+    old.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{old.parent}:{os.environ['PATH']}"}
+    command = [tmp_path / ".ci/run"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     while not (tmp_path / "started").exists():
         time.sleep(0.05)
     run.terminate()

@@ -84,7 +84,10 @@ def test_verdict(counts, exit_code, shown, code):
 def test_program_prints_one_line_and_ends_with_its_verdict(run, tmp_path):
     events = tmp_path / "events.json"
     events.write_text("\n".join(map(json.dumps, run(a=["passed"], b=["skipped"]))))
+    half = tmp_path / "half.json"
+    half.write_text(events.read_text() + '\n{"id": {"test')
     for path, exit_code, line, code in [
+        (half, 37, "1 passed, 1 failed, 1 skipped\n", 37),
         (events, 0, "1 passed, 0 failed, 1 skipped\n", 0),
         (events, 8, "1 passed, 1 failed, 1 skipped\n", 8),
         (tmp_path / "none.json", 1, "0 passed, 1 failed, 0 skipped\n", 1),
