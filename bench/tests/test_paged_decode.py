@@ -184,5 +184,16 @@ def test_the_module_runs_as_a_program_without_matplotlib():
     assert "flag --batch=0: must be an int >= 1; use 1" in done.stderr
 
 
+def test_help_shows_the_flags():
+    done = subprocess.run(
+        [sys.executable, "-m", "stream_attention.bench.paged_decode", "--help"],
+        capture_output=True,
+        text=True,
+        env=child_environment(),
+    )
+    for name in ("--batch", "--lengths", "--[no]isolate", "--json"):
+        assert f"  {name}:" in done.stdout
+
+
 def child_environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}

@@ -20,6 +20,9 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
 
     absl's own parser ends with 1, which means a failed route here.
     """
+    # --help shows the key flags of the program; these were defined on its behalf by this module.
+    for flag in flags.FLAGS.flags_by_module_dict().get(__name__, ()):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     try:
         return list(flags.FLAGS(argv))
     except flags.Error as error:
