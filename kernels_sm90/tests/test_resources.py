@@ -19,7 +19,8 @@ MAX_REGISTERS = {1: 48, 4: 60, 8: 64}
 @pytest.fixture(name="kernels", scope="module")
 def kernels_fixture():
     require(LIBRARY)
-    return parse_ptxas(library_file(LIBRARY, ".ptxas.txt").read_text())
+    # test_decode_resources.py has the decode kernels.
+    return parse_ptxas(library_file(LIBRARY, ".ptxas.txt").read_text(), other="decode_kernel")
 
 
 def test_report_holds_every_kernel_exactly_once(kernels):

@@ -20,6 +20,9 @@ def device_reason(device: DeviceFacts) -> str | None:
 
 def register(registry: Registry) -> None:
     """Add the records of this package to `registry`."""
+    from stream_attention.kernels_sm90 import decode
+
+    registry.register_attention(decode.RECORD)
     registry.register_merge(
         merge_record("sm90_state_merge", "stream-attention-kernels-sm90", LIBRARY, device_reason)
     )

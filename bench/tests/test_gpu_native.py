@@ -1,0 +1,31 @@
+"""On an H100 or H200 the engine serves decode by the native route, and says why not the others."""
+
+import pytest
+import torch
+
+from stream_attention.core.testing.problems import Case, build
+from stream_attention.kernels_sm90.library import LIBRARY
+from stream_attention.planner.engine import StreamAttnEngine
+
+
+@pytest.fixture(autouse=True)
+def device():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    assert LIBRARY.reason() is None, LIBRARY.reason()
+
+
+def test_the_engine_chooses_the_native_route_and_says_so():
+    built = build(Case(qo_lens=(1, 1), kv_lens=(500, 40), call="batch"), 0, "cuda")
+    plan = StreamAttnEngine().plan(built.q, built.cache)
+    assert plan.route == "sm90_decode"
+    rejected = {rejection.route for rejection in plan.backend_plan.rejections}
+    assert {"triton", "torch"} <= rejected
+
+
+def test_what_it_refuses_goes_to_the_portable_route_with_the_reason():
+    case = Case(qo_lens=(1, 1), kv_lens=(500, 40), call="batch", head_dim_qk=96)
+    built = build(case, 0, "cuda")
+    plan = StreamAttnEngine().plan(built.q, built.cache)
+    assert plan.route == "triton"
+    assert any("head_dim (qk, vo)=(96, 96)" in line for line in plan.info.fallback_reasons)

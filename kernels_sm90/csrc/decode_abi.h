@@ -1,0 +1,90 @@
+// The C ABI of exact decode: one plain struct, one call a run. Results are as in state_abi.h: 0 is
+// success, positive values are cudaError_t, negative values are refusals.
+#ifndef STREAM_ATTENTION_DECODE_ABI_H_
+#define STREAM_ATTENTION_DECODE_ABI_H_
+
+#include "stream_attention/state_abi.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum StreamAttentionDecodeStatus {
+  STREAM_ATTENTION_DECODE_BAD_SHAPE = -101,
+  STREAM_ATTENTION_DECODE_BAD_HEAD_DIM = -102,
+  STREAM_ATTENTION_DECODE_BAD_DTYPE = -103,
+  STREAM_ATTENTION_DECODE_NULL_POINTER = -104,
+  STREAM_ATTENTION_DECODE_MISALIGNED = -105,
+};
+
+// Strides count elements of their tensor. Rows (the head_dim axis) are dense and 16-byte aligned.
+struct StreamAttentionDecodeParams {
+  const void* q;               // [batch * qo_len, num_qo_heads, head_dim]
+  const void* key;             // pages: [num_pages, page_size, num_kv_heads, head_dim], strided
+  const void* value;
+  const int32_t* page_table;   // null: contiguous, page b is request b
+  const int32_t* kv_lens;      // null: every request holds `capacity` tokens
+  const float* attn_sink;      // [num_qo_heads], null: none
+  void* out;                   // [batch * qo_len, num_qo_heads, head_dim], dtype of q
+  float* lse;                  // natural log; null: not wanted
+  float* scratch;              // scratch_floats, contents free
+  int32_t* counters;           // num_counters, zero before the first run and after every run
+  int64_t q_token_stride, q_head_stride;
+  int64_t k_page_stride, k_token_stride, k_head_stride;
+  int64_t v_page_stride, v_token_stride, v_head_stride;
+  int64_t table_batch_stride, table_head_stride;
+  int64_t lens_batch_stride, lens_head_stride;
+  int64_t out_token_stride, out_head_stride;
+  int64_t lse_token_stride, lse_head_stride;
+  int32_t batch, qo_len, num_kv_heads, group;
+  int32_t capacity, page_size, head_dim, dtype;  // dtype: StreamAttentionDtype
+  int32_t causal, window_left;                   // window_left < 0: none
+  float sm_scale, soft_cap;                      // soft_cap <= 0: none
+};
+
+// How a problem is launched; depends on shapes and the device, never on lengths.
+struct StreamAttentionDecodeGeometry {
+  int64_t scratch_floats;
+  int64_t num_counters;
+  int32_t grid;             // blocks
+  int32_t blocks_per_head;  // blocks that share the tiles of one KV head (and group of rows)
+  int32_t row_groups;       // packed query rows are served `rows` at a time
+  int32_t rows;
+  int32_t tile_tokens;
+  int32_t threads;
+  int32_t shared_bytes;
+  int32_t stages;
+};
+
+// sizeof of the params (0) or the geometry (1) as this library was compiled.
+STREAM_ATTENTION_EXPORT int64_t stream_attention_decode_struct_bytes(int32_t which);
+
+STREAM_ATTENTION_EXPORT const char* stream_attention_decode_error_string(int32_t status);
+
+// Needs no GPU. num_sms >= 1.
+STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_geometry(
+    const struct StreamAttentionDecodeParams* params, int32_t num_sms,
+    struct StreamAttentionDecodeGeometry* geometry);
+
+// Loads the kernel onto the current device: call once before the first launch or capture.
+STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_prepare(
+    const struct StreamAttentionDecodeParams* params, int32_t num_sms);
+
+// Enqueues on `stream` (a cudaStream_t of the current device). No allocation, no synchronisation.
+STREAM_ATTENTION_EXPORT int32_t stream_attention_decode(
+    const struct StreamAttentionDecodeParams* params, int32_t num_sms, void* stream);
+
+// The schedule's arithmetic, for tests without a GPU. tiles: of one request, {first, count}.
+STREAM_ATTENTION_EXPORT void stream_attention_decode_tiles(int32_t kv_len, int32_t qo_len,
+                                                           int32_t window_left, int32_t tile_tokens,
+                                                           int32_t* first, int32_t* count);
+STREAM_ATTENTION_EXPORT int64_t stream_attention_decode_begin(int64_t total_tiles, int32_t blocks,
+                                                              int32_t block);
+STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_owner(int64_t total_tiles, int32_t blocks,
+                                                              int64_t tile);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif
+
+#endif  // STREAM_ATTENTION_DECODE_ABI_H_

@@ -1,0 +1,310 @@
+"""The route `sm90_decode`: exact decode and verify by `csrc/decode.cu`, one launch a call.
+
+No plan step: every block cuts the work from the lengths itself, so one captured graph serves every
+length mix up to the capacity. `csrc/decode_kernel.cuh` has the algorithm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+from stream_attention.core.backend_plan import AttentionBackendPlan, LaunchSpec
+from stream_attention.core.device import DeviceFacts
+from stream_attention.core.errors import UnsupportedProblem
+from stream_attention.core.launch import BoundTensors
+from stream_attention.core.native import DTYPE_CODES, NativeLaunchError, NativeLibrary
+from stream_attention.core.problem import AttentionProblem
+from stream_attention.core.registry import AttentionRecord, CapabilityRule
+from stream_attention.core.tile_plan import AttentionTilePlan
+from stream_attention.kernels_sm90.library import LIBRARY
+
+ROUTE = "sm90_decode"
+HEAD_DIMS = (64, 128)
+DTYPES = ("bfloat16", "float16")
+MAX_ROWS = 64
+MAX_CAPACITY = (1 << 31) - 4097
+COMPUTE_CAPABILITY = (9, 0)
+
+
+class DecodeParams(ctypes.Structure):
+    """`StreamAttentionDecodeParams`; strides in elements."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "key", "value", "page_table", "kv_lens")),
+        *((name, ctypes.c_void_p) for name in ("attn_sink", "out", "lse", "scratch", "counters")),
+        *((name, ctypes.c_int64) for name in ("q_token_stride", "q_head_stride")),
+        *((f"k_{axis}_stride", ctypes.c_int64) for axis in ("page", "token", "head")),
+        *((f"v_{axis}_stride", ctypes.c_int64) for axis in ("page", "token", "head")),
+        *((name, ctypes.c_int64) for name in ("table_batch_stride", "table_head_stride")),
+        *((name, ctypes.c_int64) for name in ("lens_batch_stride", "lens_head_stride")),
+        *((name, ctypes.c_int64) for name in ("out_token_stride", "out_head_stride")),
+        *((name, ctypes.c_int64) for name in ("lse_token_stride", "lse_head_stride")),
+        *((name, ctypes.c_int32) for name in ("batch", "qo_len", "num_kv_heads", "group")),
+        *((name, ctypes.c_int32) for name in ("capacity", "page_size", "head_dim", "dtype")),
+        *((name, ctypes.c_int32) for name in ("causal", "window_left")),
+        *((name, ctypes.c_float) for name in ("sm_scale", "soft_cap")),
+    ]
+
+
+class DecodeGeometry(ctypes.Structure):
+    """`StreamAttentionDecodeGeometry`: how a problem is launched, whatever the lengths."""
+
+    _fields_ = [
+        ("scratch_floats", ctypes.c_int64),
+        ("num_counters", ctypes.c_int64),
+        ("grid", ctypes.c_int32),
+        ("blocks_per_head", ctypes.c_int32),
+        ("row_groups", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        ("tile_tokens", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("shared_bytes", ctypes.c_int32),
+        ("stages", ctypes.c_int32),
+    ]
+
+
+@functools.cache
+def functions(library: NativeLibrary = LIBRARY) -> Any:
+    """The library with the decode functions declared; `NativeLibraryError` where it is missing."""
+    handle = library.handle
+    params, geometry = ctypes.POINTER(DecodeParams), ctypes.POINTER(DecodeGeometry)
+    int32, int64 = ctypes.c_int32, ctypes.c_int64
+    handle.stream_attention_decode_struct_bytes.restype = int64
+    for which, structure in enumerate((DecodeParams, DecodeGeometry)):
+        size = handle.stream_attention_decode_struct_bytes(which)
+        assert size == ctypes.sizeof(structure), (structure, size)
+    handle.stream_attention_decode_error_string.restype = ctypes.c_char_p
+    for name, arguments, result in (
+        ("geometry", (params, int32, geometry), int32),
+        ("prepare", (params, int32), int32),
+        ("tiles", (int32, int32, int32, int32, ctypes.c_void_p, ctypes.c_void_p), None),
+        ("begin", (int64, int32, int32), int64),
+        ("owner", (int64, int32, int64), int32),
+    ):
+        function = getattr(handle, f"stream_attention_decode_{name}")
+        function.argtypes, function.restype = arguments, result
+    handle.stream_attention_decode.argtypes = (params, int32, ctypes.c_void_p)
+    handle.stream_attention_decode.restype = int32
+    return handle
+
+
+def check(function: str, status: int) -> None:
+    """Raise `NativeLaunchError` unless `status` is 0."""
+    if status != 0:
+        text = functions().stream_attention_decode_error_string(status).decode()
+        raise NativeLaunchError(function, status, text)
+
+
+def shape_params(problem: AttentionProblem) -> DecodeParams:
+    """The params of a problem without its memory."""
+    params = DecodeParams()
+    params.batch, params.qo_len = problem.batch, problem.max_qo_len
+    params.num_kv_heads, params.group = problem.num_kv_heads, problem.gqa_group_size
+    params.capacity, params.page_size = problem.kv_capacity, problem.page_size
+    params.head_dim, params.dtype = problem.head_dim_qk, DTYPE_CODES[problem.q_dtype]
+    params.causal = int(problem.causal)
+    window = problem.window_left
+    params.window_left = -1 if window is None else min(window, (1 << 31) - 1)
+    params.sm_scale = problem.sm_scale
+    params.soft_cap = problem.logits_soft_cap or 0.0
+    return params
+
+
+def geometry(problem: AttentionProblem, num_sms: int) -> DecodeGeometry:
+    """Grid, shared memory and scratch of a problem; needs no GPU."""
+    result = DecodeGeometry()
+    name = "stream_attention_decode_geometry"
+    params = shape_params(problem)
+    check(name, getattr(functions(), name)(ctypes.byref(params), num_sms, ctypes.byref(result)))
+    return result
+
+
+class DecodeLaunch:
+    """A built plan of the route. See `stream_attention.core.launch.Launch`."""
+
+    def __init__(self, problem: AttentionProblem, device: DeviceFacts, bound: BoundTensors) -> None:
+        self._function = functions().stream_attention_decode
+        self._num_sms, self._index = device.num_sms, device.index
+        form = geometry(problem, device.num_sms)
+        place = bound.q.device
+        self._scratch = torch.empty(form.scratch_floats, dtype=torch.float32, device=place)
+        self._counters = torch.zeros(form.num_counters, dtype=torch.int32, device=place)
+        self._params = shape_params(problem)
+        self._reference = ctypes.byref(self._params)
+        self.rebind(bound)
+        self.backend_plan = AttentionBackendPlan(
+            route=ROUTE,
+            backend="cuda",
+            arch="sm_90a",
+            splits=form.blocks_per_head,
+            workspace_bytes=4 * (form.scratch_floats + form.num_counters),
+            launches=(
+                LaunchSpec("decode_kernel", (form.grid, 1, 1), form.threads, form.shared_bytes),
+            ),
+            estimate_us=estimate_us(problem, device),
+        )
+
+    def rebind(self, bound: BoundTensors) -> None:
+        """Point the launch at tensors of the same shapes, strides, dtypes and device."""
+        params, kv = self._params, bound.kv
+        tensors = {
+            "q": bound.q,
+            "key": kv.key,
+            "value": kv.value,
+            "page_table": kv.page_table,
+            "kv_lens": kv.kv_lens,
+            "attn_sink": bound.attn_sink,
+            "out": bound.out,
+            "lse": bound.lse,
+            "scratch": self._scratch,
+            "counters": self._counters,
+        }
+        for name, tensor in tensors.items():
+            setattr(params, name, None if tensor is None else tensor.data_ptr())
+        params.q_token_stride, params.q_head_stride = bound.q.stride()[:2]
+        params.k_page_stride, params.k_token_stride, params.k_head_stride = kv.key.stride()[:3]
+        params.v_page_stride, params.v_token_stride, params.v_head_stride = kv.value.stride()[:3]
+        if kv.page_table is not None:
+            params.table_batch_stride, params.table_head_stride = kv.page_table.stride()[:2]
+        if kv.kv_lens is not None:
+            params.lens_batch_stride, params.lens_head_stride = kv.kv_lens.stride()
+        params.out_token_stride, params.out_head_stride = bound.out.stride()[:2]
+        if bound.lse is not None:
+            params.lse_token_stride, params.lse_head_stride = bound.lse.stride()
+        with torch.cuda.device(self._index):
+            name = "stream_attention_decode_prepare"
+            check(name, getattr(functions(), name)(self._reference, self._num_sms))
+        self._bound: BoundTensors | None = bound
+
+    def unbind(self) -> None:
+        """Keep no bound tensor alive; a rebind must come before the next run."""
+        self._bound = None
+
+    def run(self) -> None:
+        """Enqueue on the current stream: one launch."""
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        status = self._function(self._reference, self._num_sms, stream)
+        if status != 0:
+            check("stream_attention_decode", status)
+
+    def reset(self) -> None:
+        """Zero the counters, which an aborted launch may have left at work."""
+        self._counters.zero_()
+
+
+def _device_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
+    if device.compute_capability == COMPUTE_CAPABILITY:
+        return None
+    return f"device={device.arch}: {ROUTE} needs compute capability 9.0; use an H100 or H200"
+
+
+def _library_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
+    return LIBRARY.reason()
+
+
+def _serving_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
+    if problem.differentiable or problem.mask is not None:
+        return "differentiable or mask: serves neither; use stream_attention.train or prefill"
+    if problem.batch_invariant:
+        return (
+            "batch_invariant=True: cuts follow the lengths of the batch; use batch_invariant=False"
+        )
+    return None
+
+
+def _dtype_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
+    named = (problem.q_dtype, problem.kv_dtype, problem.out_dtype)
+    if problem.q_dtype in DTYPES and len(set(named)) == 1:
+        return None
+    return f"dtypes (q, kv, out)={named}: must be one of {DTYPES} alike; use 'bfloat16'"
+
+
+def _head_dim_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
+    dims = (problem.head_dim_qk, problem.head_dim_vo)
+    if dims[0] == dims[1] and dims[0] in HEAD_DIMS:
+        return None
+    nearest = min(HEAD_DIMS, key=lambda dim: abs(dim - dims[0]))
+    return f"head_dim (qk, vo)={dims}: must be equal and one of {HEAD_DIMS}; use {nearest}"
+
+
+def _rows_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
+    if not problem.uniform:
+        return "qo_indptr: every request must have the same number of queries"
+    rows = problem.max_qo_len * problem.gqa_group_size
+    if rows > MAX_ROWS:
+        return (
+            f"max_qo_len={problem.max_qo_len}: queries times group size {problem.gqa_group_size} "
+            f"must be at most {MAX_ROWS}; use {max(1, MAX_ROWS // problem.gqa_group_size)}"
+        )
+    return None
+
+
+def _window_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
+    if problem.window_right is None or problem.causal:
+        return None
+    return f"window_right={problem.window_right}: takes no window to the right; use None"
+
+
+def _size_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
+    sizes = (problem.batch, problem.total_qo_len, problem.kv_capacity)
+    if min(sizes) >= 1:
+        return None
+    return f"(batch, total_qo_len, kv_capacity)={sizes}: each must be at least 1"
+
+
+def _capacity_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
+    if problem.kv_capacity <= MAX_CAPACITY:
+        return None
+    return f"kv_capacity={problem.kv_capacity}: must be at most {MAX_CAPACITY}; use {MAX_CAPACITY}"
+
+
+RULES = (
+    CapabilityRule("device", _device_reason),
+    CapabilityRule("library", _library_reason),
+    CapabilityRule("serving", _serving_reason),
+    CapabilityRule("dtype", _dtype_reason),
+    CapabilityRule("head_dim", _head_dim_reason),
+    CapabilityRule("rows", _rows_reason),
+    CapabilityRule("window", _window_reason),
+    CapabilityRule("size", _size_reason),
+    CapabilityRule("capacity", _capacity_reason),
+)
+
+
+def estimate_us(problem: AttentionProblem, device: DeviceFacts) -> float:
+    """Launch, tail and merge, and the K/V bytes at what the kernel reaches on an H200.
+
+    Rows beyond the sixteen of a block read K and V again.
+    """
+    kv_bytes = problem.batch * problem.kv_capacity * problem.kv_token_bytes
+    passes = -(-problem.max_qo_len * problem.gqa_group_size // 16)
+    return 6.0 + passes * kv_bytes / 4.2e6
+
+
+def build(
+    problem: AttentionProblem,
+    tile_plan: AttentionTilePlan,
+    device: DeviceFacts,
+    bound: BoundTensors,
+) -> DecodeLaunch:
+    """A launch; `UnsupportedProblem` for a pool without pages, or an output not aligned to 8."""
+    if bound.kv.key.numel() == 0:
+        raise UnsupportedProblem(f"key.shape={tuple(bound.kv.key.shape)}: the pool holds no page")
+    if bound.out.data_ptr() % 8:
+        raise UnsupportedProblem(f"out.data_ptr()={bound.out.data_ptr()}: must be a multiple of 8")
+    return DecodeLaunch(problem, device, bound)
+
+
+RECORD = AttentionRecord(
+    route=ROUTE,
+    backend="cuda",
+    package="stream-attention-kernels-sm90",
+    rules=RULES,
+    estimate_us=estimate_us,
+    build=build,
+    native=True,
+)

@@ -1,0 +1,170 @@
+"""The capability record of sm90_decode: what it serves, what it refuses and why; its geometry."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from stream_attention.core.device import DeviceFacts
+from stream_attention.core.errors import UnsupportedProblem
+from stream_attention.core.native import NativeLaunchError
+from stream_attention.core.problem import AttentionProblem
+from stream_attention.core.registry import Registry
+from stream_attention.core.testing.checks import bind
+from stream_attention.core.testing.native_library import require
+from stream_attention.core.testing.problems import Case, build
+from stream_attention.kernels_sm90 import capabilities, decode
+from stream_attention.kernels_sm90.library import LIBRARY
+
+H200 = DeviceFacts(type="cuda", compute_capability=(9, 0), num_sms=132)
+PROBLEM = AttentionProblem(
+    batch=4,
+    total_qo_len=4,
+    max_qo_len=1,
+    kv_capacity=4096,
+    num_qo_heads=32,
+    num_kv_heads=8,
+    head_dim_qk=128,
+    head_dim_vo=128,
+    q_dtype="bfloat16",
+    kv_dtype="bfloat16",
+    out_dtype="bfloat16",
+    sm_scale=0.1,
+)
+
+
+@pytest.fixture(autouse=True)
+def library():
+    require(LIBRARY)
+
+
+def problem(**changes):
+    return dataclasses.replace(PROBLEM, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"head_dim_qk": 64, "head_dim_vo": 64, "num_qo_heads": 14, "num_kv_heads": 2},
+        {"q_dtype": "float16", "kv_dtype": "float16", "out_dtype": "float16"},
+        {"total_qo_len": 20, "max_qo_len": 5, "phase": "verify"},
+        {"cache_kind": "contiguous", "page_size": 4096},
+        {"page_size": 3, "layout": "HND", "per_head_lists": True},
+        {"window_left": 0, "logits_soft_cap": 3.0, "has_sink": True, "return_lse": True},
+        {"causal": False},
+    ],
+)
+def test_serves(changes):
+    assert decode.RECORD.reasons(problem(**changes), H200) == ()
+
+
+FP32 = {"q_dtype": "float32", "kv_dtype": "float32", "out_dtype": "float32"}
+FP8 = {"kv_dtype": "float8_e4m3fn"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (FP32, "dtypes (q, kv, out)=('float32', 'float32', 'float32'): must be one of"),
+        (FP8, "dtypes"),
+        ({"out_dtype": "float32"}, "dtypes"),
+        ({"head_dim_qk": 96, "head_dim_vo": 96}, "head_dim (qk, vo)=(96, 96): must be equal and"),
+        ({"head_dim_vo": 64}, "head_dim (qk, vo)=(128, 64)"),
+        ({"total_qo_len": 5, "max_qo_len": 2}, "qo_indptr: every request must have the same"),
+        ({"total_qo_len": 68, "max_qo_len": 17}, "max_qo_len=17: queries times group size 4"),
+        ({"batch_invariant": True}, "batch_invariant=True"),
+        ({"causal": False, "window_right": 3}, "window_right=3"),
+        ({"kv_capacity": (1 << 31) - 1}, "kv_capacity=2147483647: must be at most 2147479551"),
+        ({"kv_capacity": 0}, "(batch, total_qo_len, kv_capacity)=(4, 4, 0): each must be at least"),
+        ({"mask": "bool"}, "differentiable or mask"),
+    ],
+)
+def test_refuses_with_the_reason(changes, words):
+    (reason,) = decode.RECORD.reasons(problem(**changes), H200)
+    assert reason.startswith(words)
+
+
+@pytest.mark.parametrize("change", ["pool", "out"])
+def test_build_refuses_memory_that_the_kernel_cannot_take(change):
+    built = build(Case(kv_lens=(40,), call="batch"), 0)
+    described = bind(built)
+    bound, kv = described.bound, described.bound.kv
+    if change == "pool":
+        bound = dataclasses.replace(bound, kv=dataclasses.replace(kv, key=kv.key[:0]))
+        words = "the pool holds no page"
+    else:
+        shifted = torch.empty(bound.out.numel() + 1, dtype=bound.out.dtype)[1:]
+        bound = dataclasses.replace(bound, out=shifted.view(bound.out.shape))
+        words = "must be a multiple of 8"
+    with pytest.raises(UnsupportedProblem, match=words):
+        decode.build(described.problem, None, H200, bound)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_refuses_other_devices(capability):
+    device = dataclasses.replace(H200, compute_capability=capability)
+    (reason,) = decode.RECORD.reasons(PROBLEM, device)
+    assert "needs compute capability 9.0" in reason
+
+
+def test_is_registered_beside_the_merge():
+    registry = Registry(_discovered=True)
+    capabilities.register(registry)
+    assert [record.route for record in registry.attention_records()] == ["sm90_decode"]
+    assert registry.attention_records()[0].native
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_sms", "blocks_per_head", "row_groups"),
+    [
+        ({}, 132, 16, 1),
+        ({}, 114, 14, 1),
+        ({"num_qo_heads": 16, "num_kv_heads": 2}, 132, 64, 1),
+        ({"num_qo_heads": 3, "num_kv_heads": 3}, 132, 42, 1),
+        ({"num_qo_heads": 256, "num_kv_heads": 256}, 132, 1, 1),
+        ({"total_qo_len": 20, "max_qo_len": 5}, 132, 8, 2),
+    ],
+)
+def test_geometry_shares_the_device_between_heads(changes, num_sms, blocks_per_head, row_groups):
+    asked = problem(**changes)
+    form = decode.geometry(asked, num_sms)
+    heads = asked.num_kv_heads * row_groups
+    assert (form.blocks_per_head, form.row_groups) == (blocks_per_head, row_groups)
+    assert form.grid == blocks_per_head * heads
+    assert form.num_counters == asked.batch * heads
+    assert form.scratch_floats == 2 * form.grid * form.rows * (asked.head_dim_vo + 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("batch", 0, "must be >= 1"),
+        ("page_size", 0, "must be >= 1"),
+        ("qo_len", 17, "at most 64"),
+        ("capacity", -1, "capacity"),
+        ("capacity", (1 << 31) - 1, "capacity"),
+        ("head_dim", 96, "head_dim: must be 64 or 128"),
+        ("dtype", 0, "dtype: must be 1"),
+    ],
+)
+def test_the_library_refuses_bad_params_itself(field, value, words):
+    params = decode.shape_params(PROBLEM)
+    setattr(params, field, value)
+    status = decode.functions().stream_attention_decode_geometry(
+        params, 132, decode.DecodeGeometry()
+    )
+    with pytest.raises(NativeLaunchError, match=words):
+        decode.check("stream_attention_decode_geometry", status)
+
+
+def test_the_library_refuses_missing_and_misaligned_memory():
+    params = decode.shape_params(PROBLEM)
+    prepare = decode.functions().stream_attention_decode_prepare
+    with pytest.raises(NativeLaunchError, match="pointer is null"):
+        decode.check("prepare", prepare(params, 132))
+    for name in ("q", "key", "value", "out", "scratch", "counters"):
+        setattr(params, name, 1 << 20)
+    params.key = (1 << 20) + 8
+    with pytest.raises(NativeLaunchError, match="aligned to 16 bytes"):
+        decode.check("prepare", prepare(params, 132))
