@@ -364,6 +364,11 @@ RAGGED = {
         {},
         ["qo_indptr.device='meta': must be q's device; use cpu"],
     ),
+    "sparse": (
+        _ints(0, 1, 2).to_sparse(),
+        {},
+        ["qo_indptr.layout=torch.sparse_coo: must be dense"],
+    ),
     "strided": (_ints(0, 9, 1, 9, 2)[::2], {}, ["qo_indptr.stride=(2,): must be contiguous"]),
     "start": (_ints(1, 1, 2), {}, ["qo_indptr[0]=1: must be 0; use 0"]),
     "end": (

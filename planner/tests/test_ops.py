@@ -298,3 +298,22 @@ def test_a_compiled_call_takes_no_flag_for_another():
     torch._dynamo.reset()
     with pytest.raises(Exception, match="causal"):
         torch.compile(step, fullgraph=True, backend="eager")(q)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_cache_made_inside_keeps_batch_and_heads_symbolic(dynamic):
+    def step(q, key, value, table, lens):
+        cache = PagedKVCache(key=key, value=value, page_table=table, sequence_lengths=lens)
+        return stream_attn.decode(q, cache, return_info=False)
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    run = torch.compile(step, fullgraph=True, backend=counter, dynamic=dynamic)
+    for batch in (2, 3, 4, 5):
+        cache = paged(batch=batch)
+        q = torch.randn(batch, 4, 16)
+        out = run(q, cache.key, cache.value, cache.page_table, cache.sequence_lengths)
+        assert torch.equal(out, stream_attn.decode(q, cache, return_info=False))
+    assert counter.frame_count <= 2
+    with pytest.raises(ValueError, match=r"page_table.dtype=torch.int64: must be torch.int32"):
+        run(q, cache.key, cache.value, cache.page_table.long(), cache.sequence_lengths)

@@ -21,7 +21,7 @@ def check_storage(cache: Any, faults: Faults, names: tuple[str, ...]) -> None:
         pool = getattr(cache, name)
         if not faults.require(
             isinstance(pool, torch.Tensor), name, type(pool).__name__, "must be a torch.Tensor"
-        ):
+        ) or not require_dense(faults, name, pool):
             continue
         axes = "[num_pages, page_size, num_kv_heads, head_dim]"
         if not faults.require(
@@ -56,6 +56,15 @@ def check_storage(cache: Any, faults: Faults, names: tuple[str, ...]) -> None:
         "must be the device of key",
         str(key.device),
     )
+
+
+def require_dense(faults: Faults, name: str, tensor: torch.Tensor) -> bool:
+    """Neither sparse nor nested nor of another library: others have no strides or no one shape."""
+    layout = "nested" if tensor.is_nested else tensor.layout
+    rule, nearest = "must be dense", f"{name}.to_dense()"
+    if tensor.is_nested:
+        nearest = f"torch.nested.to_padded_tensor({name}, 0.0)"
+    return faults.require(layout == torch.strided, f"{name}.layout", layout, rule, nearest)
 
 
 def check_row_strides(faults: Faults, name: str, tensor: torch.Tensor) -> None:
@@ -106,7 +115,7 @@ def check_index(cache: Any, faults: Faults) -> None:
         "page_table",
         type(table).__name__,
         "must be an int32 tensor [batch, max_pages] or [batch, num_kv_heads, max_pages]",
-    ):
+    ) or not require_dense(faults, "page_table", table):
         return
     if not faults.require(
         table.dim() in (2, 3),
@@ -145,7 +154,7 @@ def check_lengths(
     rule = "must be " + " or ".join(str(list(shape)) for shape in shapes)
     if not faults.require(
         isinstance(lens, torch.Tensor), "sequence_lengths", type(lens).__name__, f"{rule} int32"
-    ):
+    ) or not require_dense(faults, "sequence_lengths", lens):
         return
     faults.require(
         shape_of(lens) in shapes, "sequence_lengths.shape", shape_of(lens), rule, shapes[0]
@@ -180,6 +189,8 @@ def check_scales(cache: Any, faults: Faults, heads: int) -> None:
         if not faults.require(fp8, name, scale, "scales belong to float8_e4m3fn K/V only", "None"):
             continue
         if isinstance(scale, torch.Tensor):
+            if not require_dense(faults, name, scale):
+                continue
             faults.require(
                 shape_of(scale) in ((), (1,), (heads,)),
                 f"{name}.shape",
@@ -203,8 +214,9 @@ def check_scales(cache: Any, faults: Faults, heads: int) -> None:
             )
         else:
             number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+            limits = torch.finfo(torch.float32)  # scales are fp32 on the device
             faults.require(
-                number and 0 < scale < float("inf"),
+                number and limits.tiny <= scale <= limits.max,
                 name,
                 scale,
                 "must be a finite number > 0 or an fp32 tensor",

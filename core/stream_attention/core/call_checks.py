@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from stream_attention.core.cache import KVCache
-from stream_attention.core.cache_checks import check_row_strides, row_alignment
+from stream_attention.core.cache_checks import check_row_strides, require_dense, row_alignment
 from stream_attention.core.dtypes import OUT_DTYPES, QUERY_DTYPES, dtype_name
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.launch import BoundTensors
@@ -43,15 +43,6 @@ def check_q(faults: Faults, q: Any) -> None:
     ):
         check_row_strides(faults, "q", q)
         check_base(faults, "q", q)
-
-
-def require_dense(faults: Faults, name: str, tensor: torch.Tensor) -> bool:
-    """Neither sparse nor nested nor of another library: others have no strides or no one shape."""
-    layout = "nested" if tensor.is_nested else tensor.layout
-    rule, nearest = "must be dense", f"{name}.to_dense()"
-    if tensor.is_nested:
-        nearest = f"torch.nested.to_padded_tensor({name}, 0.0)"
-    return faults.require(layout == torch.strided, f"{name}.layout", layout, rule, nearest)
 
 
 def check_grad(faults: Faults, name: str, tensor: torch.Tensor, rule: str) -> None:

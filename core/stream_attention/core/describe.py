@@ -19,7 +19,7 @@ from stream_attention.core.cache import (
     KVCache,
     PagedKVCache,
 )
-from stream_attention.core.cache_checks import check_storage
+from stream_attention.core.cache_checks import check_storage, require_dense
 from stream_attention.core.call_checks import (
     check_against_cache,
     check_alias,
@@ -291,6 +291,8 @@ def _pack_ragged(
             rule,
             f"torch.tensor(qo_indptr, dtype=torch.int32, device={str(q.device)!r})",
         )
+        return None
+    if not require_dense(faults, "qo_indptr", qo_indptr):
         return None
     faults.require(
         qo_indptr.dtype == torch.int32,

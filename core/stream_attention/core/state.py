@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from stream_attention.core.cache_checks import row_alignment
-from stream_attention.core.call_checks import require_dense
+from stream_attention.core.cache_checks import require_dense, row_alignment
 from stream_attention.core.device import device_facts
 from stream_attention.core.dtypes import OUT_DTYPES, dtype_name
 from stream_attention.core.errors import Faults, shape_of

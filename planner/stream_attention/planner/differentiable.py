@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stream_attention.core.backend_plan import AttentionBackendPlan, Rejection
-from stream_attention.core.call_checks import require_dense
+from stream_attention.core.cache_checks import require_dense
 from stream_attention.core.describe import Described, describe
 from stream_attention.core.device import device_facts
 from stream_attention.core.errors import Faults, UnsupportedProblem, shape_of
