@@ -222,3 +222,11 @@ def test_legal_forms_are_accepted():
     _paged(key=wide, value=wide)
     narrow = _zeros(6, 16, 2, 3)
     _paged(key=narrow, value=narrow)
+
+
+def test_lazily_negated_views_are_refused_by_name() -> None:
+    pool = torch._neg_view(torch.zeros(4, 16, 2, 64))
+    with pytest.raises(
+        ValueError, match=r"key\.is_neg\(\)=True: must not be a lazily negated view"
+    ):
+        ContiguousKVCache(key=pool, value=torch.zeros(4, 16, 2, 64))

@@ -1,6 +1,7 @@
 """Engine and plans: choice, reasons, explain, modes, ownership of memory."""
 
 import copy
+import dataclasses
 import re
 
 import pytest
@@ -12,7 +13,7 @@ from stream_attention import (
     StreamAttnEngine,
     UnsupportedProblem,
 )
-from stream_attention.core.registry import AttentionRecord, default_registry
+from stream_attention.core.registry import AttentionRecord, CapabilityRule, default_registry
 from stream_attention.core.testing.golden import golden
 from stream_attention.planner.testing import FakeRoute, registry_of, write_batch
 
@@ -336,3 +337,26 @@ def test_a_plan_made_without_gradients_runs_with_them(lens):
     with torch.no_grad():
         plan = StreamAttnEngine().plan(torch.nn.Parameter(q), cache, out=out)
     golden(q, cache).check(plan.run()[0].detach())
+
+
+def _raises(problem, device):
+    raise KeyError("not in my table")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rules": (CapabilityRule("bad", _raises),)}, "its record is broken: KeyError"),
+        ({"rules": (CapabilityRule("bad", lambda p, d: ""),)}, "gave no reason"),
+        ({"estimate_us": _raises}, "its record is broken: KeyError"),
+        ({"estimate_us": lambda p, d: None}, "its record is broken: TypeError"),
+        ({"build": lambda *given: None}, "build gave a NoneType, not a Launch"),
+    ],
+    ids=["rule raises", "rule without words", "estimate raises", "no estimate", "no launch"],
+)
+def test_a_broken_record_is_a_rejection_and_harms_no_other(changes, words):
+    broken = dataclasses.replace(FakeRoute("broken", estimate_us=0.1).record(), **changes)
+    registry = registry_of(broken, FakeRoute("sound").record())
+    plan = StreamAttnEngine(registry=registry).plan(queries(), paged())
+    assert plan.route == "sound"
+    assert any(line.startswith("broken: ") and words in line for line in plan.info.fallback_reasons)

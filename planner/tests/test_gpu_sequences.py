@@ -11,6 +11,8 @@ import stream_attention as stream_attn
 from stream_attention import ContiguousKVCache, reference
 from stream_attention.core.testing.golden import golden
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
 DEVICE = "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 OPTIONS = {

@@ -59,12 +59,19 @@ def check_storage(cache: Any, faults: Faults, names: tuple[str, ...]) -> None:
 
 
 def require_dense(faults: Faults, name: str, tensor: torch.Tensor) -> bool:
-    """Neither sparse nor nested nor of another library: others have no strides or no one shape."""
+    """Neither sparse nor nested nor of another library: others have no strides or no one shape.
+
+    Nor a view with a lazy sign or conjugate: kernels read memory, where that bit is not.
+    """
     layout = "nested" if tensor.is_nested else tensor.layout
     rule, nearest = "must be dense", f"{name}.to_dense()"
     if tensor.is_nested:
         nearest = f"torch.nested.to_padded_tensor({name}, 0.0)"
-    return faults.require(layout == torch.strided, f"{name}.layout", layout, rule, nearest)
+    if not faults.require(layout == torch.strided, f"{name}.layout", layout, rule, nearest):
+        return False
+    lazy = tensor.is_neg() or tensor.is_conj()
+    rule, nearest = "must not be a lazily negated view", f"{name}.resolve_neg()"
+    return faults.require(not lazy, f"{name}.is_neg()", True, rule, nearest)
 
 
 def check_row_strides(faults: Faults, name: str, tensor: torch.Tensor) -> None:

@@ -188,7 +188,10 @@ class Registry:
         try:
             module = importlib.import_module(f"stream_attention.{name}.capabilities")
             self._register_whole(module.register)
-        except Exception as error:  # a broken package must not take the others with it
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # a broken package must not take the others with it
             self._missing[name] = f"failed to load: {type(error).__name__}: {error}"
 
     def _register_whole(self, register: Callable[[Registry], None]) -> None:

@@ -54,7 +54,7 @@ def rank(
     legal: list[tuple[float, bool, int, Candidate]] = []
     rejections = list(registry.missing())
     for index, record in enumerate(registry.attention_records()):
-        reasons = record.reasons(problem, device)
+        reasons, estimate = _judge(record, problem, device)
         if all(getattr(record, form) is None for form in forms):
             reasons = (_form_reason(record, forms), *reasons)
         if device.type == "meta":
@@ -62,11 +62,21 @@ def rank(
         if reasons:
             rejections.append(Rejection(record.route, reasons))
             continue
-        estimate = float(record.estimate_us(problem, device))
         order = estimate if math.isfinite(estimate) else math.inf
         legal.append((order, not record.native, index, Candidate(record, estimate)))
     legal.sort(key=lambda entry: entry[:3])
     return Ranking(tuple(entry[3] for entry in legal), tuple(rejections))
+
+
+def _judge(
+    record: AttentionRecord, problem: AttentionProblem, device: DeviceFacts
+) -> tuple[tuple[str, ...], float]:
+    """Reasons and estimate of a record; one that is broken is rejected and does not harm others."""
+    try:
+        reasons = tuple(reason or "gave no reason" for reason in record.reasons(problem, device))
+        return reasons, 0.0 if reasons else float(record.estimate_us(problem, device))
+    except Exception as error:
+        return (f"its record is broken: {type(error).__name__}: {error}",), 0.0
 
 
 def _form_reason(record: AttentionRecord, forms: tuple[str, ...]) -> str:
@@ -179,6 +189,8 @@ def build(
             else:
                 assert record.build is not None
                 launch = record.build(problem, tile_plan, device, bound)
+                if not (hasattr(launch, "run") and hasattr(launch, "backend_plan")):
+                    raise UnsupportedProblem(f"build gave a {type(launch).__name__}, not a Launch")
         except UnsupportedProblem as error:
             refused.append(Rejection(record.route, (str(error) or "refused to build",)))
             continue
