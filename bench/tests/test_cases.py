@@ -1,4 +1,4 @@
-"""Cases are data: lengths parse and print, suites build to the bytes that the design states."""
+"""Cases are data: lengths parse and print, suites build to the bytes that they are named by."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from stream_attention.bench.cases import SUITES, DecodeCase, default_suite
 from stream_attention.bench.formulas import MIB
 from stream_attention.bench.lengths import Lengths, parse_lengths, uniform
 
-# (batch, tokens, heads, dim, layout) → MiB of KV in the design's decode table.
+# (batch, tokens, heads, dim, layout) → MiB of KV of each shape.
 TABLE_MIB = [16, 128, 256, 2048, 2048, 512, 32, 256, 1024, 16, 64, 128, 512, 16, 128, 8, 64, 256]
 
 

@@ -144,7 +144,7 @@ CASE_RULES = (
     _choice("dtype", QUERY_DTYPES),
 )
 
-# (batch, tokens, query heads, KV heads, head_dim, layout): the rows of the design's decode table.
+# (batch, tokens, query heads, KV heads, head_dim, layout): serving shapes that decode is judged by.
 _DECODE_ROWS = (
     (1, 4096, 32, 8, 128, "NHD"),
     (1, 32768, 32, 8, 128, "NHD"),
@@ -186,7 +186,7 @@ def _performance_decode() -> tuple[DecodeCase, ...]:
 
 
 def _ragged(dtype: str = "bfloat16") -> tuple[DecodeCase, ...]:
-    """Ragged decode and verify of the design's table; lognormal means give its stated MiB."""
+    """Ragged decode and verify ; lognormal means are set by the MiB of KV that they give."""
     return (
         DecodeCase(batch=64, lengths=parse_lengths("lognormal:4608:1.0:0"), dtype=dtype),
         DecodeCase(batch=32, lengths=parse_lengths("skewed"), dtype=dtype),
@@ -216,7 +216,7 @@ def _small_cuda() -> tuple[DecodeCase, ...]:
 
 
 SUITES: dict[str, tuple[DecodeCase, ...]] = {
-    # 18 rows of the design's table and the NHD twins of its seven 16/2 rows.
+    # 18 shapes and the NHD twins of its seven 16/2 rows.
     "performance_decode": _performance_decode(),
     "ragged": _ragged(),
     "small_cpu": _small_cpu(),

@@ -7,7 +7,7 @@ import re
 import lint_tree
 import pytest
 
-# STYLE: about 400 lines a module, 600 a kernel (or a test with its tables), 80 a function. Longer
+# About 400 lines a module, 600 a kernel (or a test with its tables), 80 a function. Longer
 # ones say why, in their first lines, with the words "Longer than 400 lines because ...".
 MODULE_LINES, KERNEL_LINES, FUNCTION_LINES = 400, 600, 80
 EXCUSE = re.compile(r"longer than \d+ lines because \w+", re.IGNORECASE)
