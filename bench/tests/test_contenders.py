@@ -121,6 +121,7 @@ def test_wrong_shape_and_dtype_are_wrong():
     ("error", "outcome", "reason"),
     [
         (RuntimeError("no\n  luck"), "failed", "RuntimeError: no luck"),
+        (SystemExit(3), "failed", "SystemExit: 3"),
         (UnsupportedProblem("not this one"), "unsupported", "UnsupportedProblem: not this one"),
     ],
 )

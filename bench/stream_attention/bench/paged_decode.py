@@ -175,7 +175,10 @@ class Job:
 
 
 def run_all(job: Job) -> Run:
-    """Measure, print as results come in, and write the JSON file after every case."""
+    """Measure, print as results come in, and write the JSON file after every case.
+
+    Isolated workers take all cases one after another, so results come when the last has ended.
+    """
     console = report.make_console()
     facts = environment(job.device)
     report.print_header(console, facts)

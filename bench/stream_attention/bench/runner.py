@@ -101,7 +101,7 @@ def _one(
         return _probe_and_time(contender, case, pools, expected, device, settings)
     except NotImplementedError as error:
         return Row(name, kind, "unsupported", (_one_line(error),))
-    except Exception as error:  # whatever a contender raises is its own outcome
+    except (Exception, SystemExit) as error:  # whatever a contender raises is its own outcome
         reason = _one_line(error)
         del error
         gc.collect()
