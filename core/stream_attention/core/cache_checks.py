@@ -69,7 +69,8 @@ def require_dense(faults: Faults, name: str, tensor: torch.Tensor) -> bool:
         nearest = f"torch.nested.to_padded_tensor({name}, 0.0)"
     if not faults.require(layout == torch.strided, f"{name}.layout", layout, rule, nearest):
         return False
-    lazy = tensor.is_neg() or tensor.is_conj()
+    # A tracer cannot ask; the call itself checks again when it runs.
+    lazy = not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj())
     rule, nearest = "must not be a lazily negated view", f"{name}.resolve_neg()"
     return faults.require(not lazy, f"{name}.is_neg()", True, rule, nearest)
 
