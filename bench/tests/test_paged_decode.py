@@ -73,9 +73,7 @@ def test_a_bad_combination_is_one_line_and_status_2(capsys, arguments, message):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
 def test_cuda_without_a_device_is_refused(capsys):
     status, _, err = run(capsys, "--device=cuda")
-    assert (
-        status == 2 and "--device=cuda: no CUDA device is available to torch here; use cpu" in err
-    )
+    assert status == 2 and "--device=cuda: no CUDA device is available to torch here" in err
 
 
 def test_shape_flags_make_one_case_with_defaults_of_the_device():

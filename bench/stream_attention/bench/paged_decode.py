@@ -106,7 +106,10 @@ def chosen_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device=cuda: no CUDA device is available to torch here; use cpu")
+        build = "" if torch.version.cuda else " (a CPU build: set STREAM_ATTENTION_TORCH=cuda)"
+        raise ValueError(
+            f"--device=cuda: no CUDA device is available to torch here{build}; use cpu"
+        )
     return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
