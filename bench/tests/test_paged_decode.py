@@ -74,6 +74,9 @@ def test_a_bad_combination_is_one_line_and_status_2(capsys, arguments, message):
 def test_cuda_without_a_device_is_refused(capsys):
     status, _, err = run(capsys, "--device=cuda")
     assert status == 2 and "--device=cuda: no CUDA device is available to torch here" in err
+    assert err.rstrip().endswith("use cpu")
+    hint = "STREAM_ATTENTION_TORCH=cuda" in err
+    assert hint == (torch.version.cuda is None)
 
 
 def test_shape_flags_make_one_case_with_defaults_of_the_device():
