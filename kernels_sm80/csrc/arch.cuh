@@ -4,9 +4,11 @@
 
 #include <stdint.h>
 
+#include "stream_attention/global_memory.cuh"
+
 namespace stream_attention {
 
-struct Arch {
+struct Arch : GlobalStores {
   static constexpr int kComputeCapability = 80;
   // ld.global moves 16 bytes a thread at most.
   static constexpr int kMaxVectorBytes = 16;
@@ -44,33 +46,6 @@ struct Arch {
     float value;
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(source));
     return value;
-  }
-
-  // The next kernel reads the output from L2.
-  template <int kBytes, int kWordCount>
-  static __device__ __forceinline__ void store(void* target, const uint32_t (&words)[kWordCount]) {
-    if constexpr (kBytes >= 16) {
-#pragma unroll
-      for (int i = 0; i < kBytes / 16; ++i) {
-        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                     :
-                     : "l"(static_cast<char*>(target) + 16 * i), "r"(words[4 * i]),
-                       "r"(words[4 * i + 1]), "r"(words[4 * i + 2]), "r"(words[4 * i + 3])
-                     : "memory");
-      }
-    } else if constexpr (kBytes == 8) {
-      asm volatile("st.global.v2.u32 [%0], {%1, %2};"
-                   :
-                   : "l"(target), "r"(words[0]), "r"(words[1])
-                   : "memory");
-    } else if constexpr (kBytes == 4) {
-      asm volatile("st.global.u32 [%0], %1;" : : "l"(target), "r"(words[0]) : "memory");
-    } else {
-      asm volatile("st.global.u16 [%0], %1;"
-                   :
-                   : "l"(target), "h"(static_cast<uint16_t>(words[0]))
-                   : "memory");
-    }
   }
 };
 

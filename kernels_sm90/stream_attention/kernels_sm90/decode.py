@@ -20,6 +20,7 @@ from stream_attention.core.native import DTYPE_CODES, NativeLaunchError, NativeL
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord, CapabilityRule
 from stream_attention.core.tile_plan import AttentionTilePlan
+from stream_attention.kernels_sm90.capabilities import device_reason
 from stream_attention.kernels_sm90.library import LIBRARY
 
 ROUTE = "sm90_decode"
@@ -27,7 +28,6 @@ HEAD_DIMS = (64, 128)
 DTYPES = ("bfloat16", "float16")
 MAX_ROWS = 64
 MAX_CAPACITY = (1 << 31) - 4097
-COMPUTE_CAPABILITY = (9, 0)
 
 
 class DecodeParams(ctypes.Structure):
@@ -196,12 +196,6 @@ class DecodeLaunch:
         self._counters.zero_()
 
 
-def _device_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
-    if device.compute_capability == COMPUTE_CAPABILITY:
-        return None
-    return f"device={device.arch}: {ROUTE} needs compute capability 9.0; use an H100 or H200"
-
-
 def _library_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
     return LIBRARY.reason()
 
@@ -263,7 +257,7 @@ def _capacity_reason(problem: AttentionProblem, device: DeviceFacts) -> str | No
 
 
 RULES = (
-    CapabilityRule("device", _device_reason),
+    CapabilityRule("device", lambda problem, device: device_reason(device)),
     CapabilityRule("library", _library_reason),
     CapabilityRule("serving", _serving_reason),
     CapabilityRule("dtype", _dtype_reason),
