@@ -1,5 +1,5 @@
-// Global-memory access that several architectures do in the same way; each arch.cuh builds on it and
-// holds only what is its own.
+// Global-memory access that several architectures do in the same way; each arch.cuh builds on it
+// and holds only what is its own.
 #ifndef STREAM_ATTENTION_GLOBAL_MEMORY_CUH_
 #define STREAM_ATTENTION_GLOBAL_MEMORY_CUH_
 
