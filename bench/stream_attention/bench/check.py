@@ -8,12 +8,12 @@ of 2 GiB is checked in seconds and bounded memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from stream_attention.bench.pools import Pool
-from stream_attention.core.cache import PagedKVCache
+from stream_attention.core.cache import KVCache, PagedKVCache
 from stream_attention.core.testing.golden import Golden, golden
 from stream_attention.core.testing.tolerance import compare
 
@@ -105,15 +105,37 @@ def expect(pool: Pool) -> Expected:
     budget = ORACLE_BUDGET.get(pool.q.device.type, ORACLE_BUDGET["cpu"])
     requests = sample_requests(case.kv_lens, case.num_qo_heads * case.q_len, budget)
     chosen = torch.tensor(requests, device=pool.q.device)
-    part = PagedKVCache(
-        key=cache.key,
-        value=cache.value,
-        page_table=cache.page_table[chosen],
-        sequence_lengths=cache.sequence_lengths[chosen],
-        layout=cache.layout,
-    )
+    part: KVCache
+    if isinstance(cache, PagedKVCache):
+        part = replace(
+            cache,
+            page_table=cache.page_table[chosen],
+            sequence_lengths=cache.sequence_lengths[chosen],
+        )
+    else:
+        longest = max(1, *(case.kv_lens[request] for request in requests))
+        part = replace(
+            cache,
+            key=_rows_of(cache.key, chosen, longest, case.layout),
+            value=_rows_of(cache.value, chosen, longest, case.layout),
+            sequence_lengths=torch.tensor(
+                [case.kv_lens[request] for request in requests],
+                dtype=torch.int32,
+                device=chosen.device,
+            ),
+        )
     q = pool.q.view(case.batch, case.q_len, case.num_qo_heads, case.head_dim)[chosen]
     return Expected(pool, requests, golden(q, part))
+
+
+def _rows_of(
+    tensor: torch.Tensor, requests: torch.Tensor, tokens: int, layout: str
+) -> torch.Tensor:
+    """The first `tokens` slots of some requests of a contiguous K or V: a copy."""
+    kept = tensor.narrow(1 if layout == "NHD" else 2, 0, tokens)
+    if kept.element_size() > 1:
+        return kept[requests]
+    return kept.view(torch.uint8)[requests].view(tensor.dtype)  # torch indexes no fp8
 
 
 def sample_requests(kv_lens: Sequence[int], width: int, budget: int) -> tuple[int, ...]:

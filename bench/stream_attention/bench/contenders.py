@@ -72,6 +72,8 @@ class Contender:
     """A named way to compute a case. `supports` gives the reasons why it cannot, or none.
 
     graph_safe: on a GPU, `run` may be captured in a CUDA graph; if not, only eager runs time it.
+    batch_invariant: a peer that promises what a case with that flag asks. A route says it by
+    `supports`.
     """
 
     name: str
@@ -79,10 +81,18 @@ class Contender:
     build: Build
     supports: Supports = _always
     graph_safe: bool = True
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: must be 'route' or 'peer'; use 'peer'")
+
+    def reasons(self, case: DecodeCase, device: torch.device) -> tuple[str, ...]:
+        """Every reason why it cannot serve the case; empty when it can."""
+        found = tuple(self.supports(case, device))
+        if case.batch_invariant and self.kind == "peer" and not self.batch_invariant:
+            return (*found, "batch_invariant=True: the peer makes no such promise; use False")
+        return found
 
     @property
     def unused_fill(self) -> float:
@@ -126,15 +136,18 @@ def peer(
     *,
     supports: Supports = _always,
     kind: str = "peer",
+    batch_invariant: bool = False,
     registry: PeerRegistry | None = None,
 ) -> Callable[[Build], Build]:
     """Decorator: register a build function as the contender `name`.
 
     kind: `"route"` for one that obeys the contract on unused slots and counts as ours.
+    batch_invariant: it promises that the bits of a request do not depend on the rest of the batch.
     """
 
     def register(build: Build) -> Build:
-        (registry or _DEFAULT).add(Contender(name, kind, build, supports))
+        contender = Contender(name, kind, build, supports, batch_invariant=batch_invariant)
+        (registry or _DEFAULT).add(contender)
         return build
 
     return register

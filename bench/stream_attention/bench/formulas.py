@@ -22,9 +22,13 @@ def qo_bytes(rows: int, num_qo_heads: int, head_dim: int, element_bytes: int) ->
     return rows * num_qo_heads * head_dim * element_bytes
 
 
-def index_bytes(kv_lens: Sequence[int], page_size: int) -> int:
-    """`4 · (Σ ceil(kv_len / page_size) + batch)`: page ids and lengths, int32."""
-    return INDEX_BYTES * (sum(-(-n // page_size) for n in kv_lens) + len(kv_lens))
+def index_bytes(kv_lens: Sequence[int], page_size: int | None) -> int:
+    """`4 · (Σ ceil(kv_len / page_size) + batch)`: page ids and lengths, int32.
+
+    page_size: `None` for a contiguous cache, which has lengths only.
+    """
+    pages = 0 if page_size is None else sum(-(-n // page_size) for n in kv_lens)
+    return INDEX_BYTES * (pages + len(kv_lens))
 
 
 def moved_bytes(
@@ -33,13 +37,18 @@ def moved_bytes(
     num_qo_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    page_size: int,
+    page_size: int | None,
     element_bytes: int,
+    kv_element_bytes: int,
 ) -> int:
-    """KV + q + output + page table and lengths: the bytes that the floor of a call is made of."""
+    """KV + q + output + page table and lengths: the bytes that the floor of a call is made of.
+
+    element_bytes: of q and output; kv_element_bytes: of K and V. The two scales of fp8 K and V, 8
+    bytes, are left out.
+    """
     rows = len(kv_lens) * q_len
     return (
-        kv_bytes(kv_lens, num_kv_heads, head_dim, element_bytes)
+        kv_bytes(kv_lens, num_kv_heads, head_dim, kv_element_bytes)
         + 2 * qo_bytes(rows, num_qo_heads, head_dim, element_bytes)
         + index_bytes(kv_lens, page_size)
     )

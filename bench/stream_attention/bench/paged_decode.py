@@ -1,9 +1,15 @@
-"""Exact paged decode: every route of this project beside its peers, over the measured read floor.
+"""Exact decode: every route of this project beside its peers, over the measured read floor.
 
     ./bazelw run //bench:paged_decode                              a quick suite of this device
     ./bazelw run //bench:paged_decode -- --suite=cpu_headline      the CPU comparison of the goals
     ./bazelw run //bench:paged_decode -- --batch=8 --lengths=4096 --json=out.json
     ./bazelw run //bench:paged_decode -- --batch=64 --lengths=lognormal:4608:1.0:0
+    ./bazelw run //bench:paged_decode -- --kv_dtype=fp8 --capacity=131072
+    ./bazelw run //bench:paged_decode -- --cache=contiguous --batch_invariant
+
+Suites beside the quick ones: performance_decode (serving shapes), ragged (uneven lengths, verify),
+decode_small, decode_pages (page sizes and contiguous), decode_dims (odd groups and head dims),
+decode_fp8, decode_capacity (a plan for 128K tokens at 512) and decode_invariant.
 
 Every row is checked against the fp64 oracle in the same run, on outputs poisoned just before the
 timed work. Exit status: 0; 1 when one of our own routes failed or was wrong; 2 for bad flags; 130
@@ -24,7 +30,7 @@ from absl import app, flags
 
 from stream_attention.bench import contenders as contenders_lib
 from stream_attention.bench import flag_types, report
-from stream_attention.bench.cases import SUITES, DecodeCase, default_suite
+from stream_attention.bench.cases import FP8, SUITES, DecodeCase, default_suite
 from stream_attention.bench.floor import ReadCurve, measure_read_curve
 from stream_attention.bench.isolate import run_workers
 from stream_attention.bench.lengths import uniform
@@ -34,6 +40,7 @@ from stream_attention.bench.progress import reporter
 from stream_attention.bench.results import CaseResult, Run, write_json
 from stream_attention.bench.routes import missing_packages, route_contenders
 from stream_attention.bench.runner import Settings, run_case
+from stream_attention.core.problem import CACHE_KINDS
 
 FLAGS = flags.FLAGS
 
@@ -48,6 +55,10 @@ SHAPE_FLAGS = (
     "layout",
     "dtype",
     "q_len",
+    "kv_dtype",
+    "cache",
+    "capacity",
+    "batch_invariant",
 )
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -72,8 +83,34 @@ def define_flags(values: flags.FlagValues) -> None:
         "dtype",
         None,
         ("bfloat16", "float16", "float32"),
-        "Of q, K, V and output (default bfloat16 on CUDA, float32 on a CPU).",
+        "Of q and output (default bfloat16 on CUDA, float32 on a CPU).",
         _DTYPE_ALIASES,
+    )
+    choice(
+        "kv_dtype",
+        None,
+        (*_DTYPE_ALIASES.values(), FP8),
+        "Of K and V: that of q, or float8_e4m3fn with a scale each (default: that of q).",
+        {**_DTYPE_ALIASES, "fp8": FP8},
+    )
+    choice(
+        "cache",
+        None,
+        CACHE_KINDS,
+        "K and V in shuffled pages, or in one row a request (default paged).",
+    )
+    count(
+        "capacity",
+        None,
+        "Tokens that page table or row can hold for a request, in whole pages (default: the "
+        "longest length, rounded up).",
+        low=1,
+        nearest=4096,
+    )
+    define.switch(
+        "batch_invariant",
+        None,
+        "Ask for bits of a request that do not depend on the rest of the batch.",
     )
     count(
         "q_len",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.cases import FP8, DecodeCase
 from stream_attention.bench.contenders import Contender, Work
 from stream_attention.bench.pools import Pool
 from stream_attention.core.backend_plan import AttentionBackendPlan
@@ -25,7 +25,7 @@ ENGINE = "engine"
 
 def problem_of(case: DecodeCase) -> AttentionProblem:
     """The problem that `describe` finds for a pool of this case."""
-    capacity = case.max_pages * case.page_size
+    capacity = case.max_tokens
     return AttentionProblem(
         phase=phase_of(case.num_rows, case.batch, case.q_len, capacity),
         batch=case.batch,
@@ -37,11 +37,14 @@ def problem_of(case: DecodeCase) -> AttentionProblem:
         head_dim_qk=case.head_dim,
         head_dim_vo=case.head_dim,
         q_dtype=case.dtype,
-        kv_dtype=case.dtype,
+        kv_dtype=case.stored_dtype,
         out_dtype=case.dtype,
+        cache_kind=case.cache,
         layout=case.layout,
-        page_size=case.page_size,
+        page_size=capacity if case.contiguous else case.page_size,
         sm_scale=case.head_dim**-0.5,
+        kv_scales="tensor" if case.stored_dtype == FP8 else None,
+        batch_invariant=case.batch_invariant,
     )
 
 
@@ -77,7 +80,7 @@ def _route(record: AttentionRecord) -> Contender:
         assert record.build is not None
         works = []
         for pool in pools:
-            call = describe(query_of(pool), pool.cache)
+            call = describe(query_of(pool), pool.cache, batch_invariant=case.batch_invariant)
             assert call.problem == problem_of(case), (call.problem, problem_of(case))
             launch = record.build(
                 call.problem,
@@ -111,7 +114,13 @@ def _build_engine(case: DecodeCase, pools: Sequence[Pool], device: torch.device)
     works = []
     for pool in pools:
         out = torch.empty_like(query_of(pool))
-        plan = engine.plan(query_of(pool), pool.cache, mode="exact_native", out=out)
+        plan = engine.plan(
+            query_of(pool),
+            pool.cache,
+            mode="exact_native",
+            out=out,
+            batch_invariant=case.batch_invariant,
+        )
         _, info = plan.run()
         works.append(Work(plan.run, out.view_as(pool.q), note=info.route))
     return works

@@ -91,7 +91,7 @@ def _one(
 ) -> Row:
     name, kind = contender.name, contender.kind
     try:
-        reasons = tuple(contender.supports(case, device))
+        reasons = contender.reasons(case, device)
         if settings.graph and device.type == "cuda" and not contender.graph_safe:
             reasons += ("graph: cannot be captured in a CUDA graph; use --eager",)
         if reasons:

@@ -14,15 +14,16 @@ from types import ModuleType
 
 import torch
 
-from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.cases import FP8, DecodeCase
 from stream_attention.bench.contenders import Work, peer
-from stream_attention.bench.pools import Pool
+from stream_attention.bench.pools import KEY_SCALE, VALUE_SCALE, Pool
 from stream_attention.core.dtypes import torch_dtype
 
 # XQA keeps semaphores in its first 8 MiB. The wrappers' recommended size is 128 MiB; every pool has
 # its own, because the plan lives there.
 _XQA_WORKSPACE_BYTES = 128 << 20
 _WRAPPER_WORKSPACE_BYTES = 128 << 20
+_XQA_PAGE_SIZES = (16, 32, 64, 128)
 
 
 @functools.cache
@@ -44,6 +45,8 @@ def _supports(case: DecodeCase, device: torch.device) -> tuple[str, ...]:
         reasons.append(reason)
     if case.dtype not in ("bfloat16", "float16"):
         reasons.append(f"dtype={case.dtype}: FlashInfer takes bfloat16 and float16; use bfloat16")
+    if case.contiguous:
+        reasons.append("cache=contiguous: FlashInfer's wrappers read pages; use paged")
     if min(case.kv_lens) == 0:
         reasons.append("lengths: a request without tokens is not planned; use lengths >= 1")
     return tuple(reasons)
@@ -52,6 +55,21 @@ def _supports(case: DecodeCase, device: torch.device) -> tuple[str, ...]:
 def _one_query(case: DecodeCase, device: torch.device) -> tuple[str, ...]:
     extra = () if case.q_len == 1 else (f"q_len={case.q_len}: one query a request; use 1",)
     return (*_supports(case, device), *extra)
+
+
+def _same_dtype(case: DecodeCase, device: torch.device) -> tuple[str, ...]:
+    extra: tuple[str, ...] = ()
+    if case.stored_dtype != case.dtype:
+        extra = (f"kv_dtype={case.stored_dtype}: K and V in q's dtype only; use {case.dtype}",)
+    return (*_supports(case, device), *extra)
+
+
+def _xqa(case: DecodeCase, device: torch.device) -> tuple[str, ...]:
+    reasons = list(_one_query(case, device))
+    if not case.contiguous and case.page_size not in _XQA_PAGE_SIZES:
+        nearest = min(_XQA_PAGE_SIZES, key=lambda size: abs(size - case.page_size))
+        reasons.append(f"page_size={case.page_size}: one of {_XQA_PAGE_SIZES}; use {nearest}")
+    return tuple(reasons)
 
 
 @peer("flashinfer_fa2_cuda_core", supports=_one_query)
@@ -70,18 +88,19 @@ def build_fa2_tensor_core(
     return _wrapper(case, pools, device, backend="fa2", tensor_cores=True)
 
 
-@peer("flashinfer_cudnn", supports=_supports)
+@peer("flashinfer_cudnn", supports=_same_dtype)
 def build_cudnn(case: DecodeCase, pools: Sequence[Pool], device: torch.device) -> list[Work]:
     """cuDNN's paged SDPA through FlashInfer."""
     return _wrapper(case, pools, device, backend="cudnn", tensor_cores=False)
 
 
-@peer("flashinfer_xqa", supports=_one_query)
+@peer("flashinfer_xqa", supports=_xqa)
 def build_xqa(case: DecodeCase, pools: Sequence[Pool], device: torch.device) -> list[Work]:
-    """TensorRT-LLM's XQA."""
+    """TensorRT-LLM's XQA. Beside fp8 K and V it rounds q to fp8 too, which the oracle judges."""
     module, _ = _load()
     assert module is not None
     decode = importlib.import_module("flashinfer.decode")
+    scales = _scales(case)
     works = []
     for pool in pools:
         table = _dense_table(case, pool)
@@ -95,8 +114,8 @@ def build_xqa(case: DecodeCase, pools: Sequence[Pool], device: torch.device) -> 
             table,
             pool.cache.sequence_lengths,
             table.shape[1] * case.page_size,
-            bmm1_scale=case.head_dim**-0.5,
-            bmm2_scale=1.0,
+            bmm1_scale=case.head_dim**-0.5 * scales.get("k_scale", 1.0),
+            bmm2_scale=scales.get("v_scale", 1.0),
             out=out,
             kv_layout=case.layout,
         )
@@ -104,7 +123,7 @@ def build_xqa(case: DecodeCase, pools: Sequence[Pool], device: torch.device) -> 
     return works
 
 
-@peer("flashinfer_holistic", supports=_supports)
+@peer("flashinfer_holistic", supports=_same_dtype)
 def build_holistic(case: DecodeCase, pools: Sequence[Pool], device: torch.device) -> list[Work]:
     """`BatchAttention`: one persistent kernel over a balanced work list."""
     module, _ = _load()
@@ -165,7 +184,7 @@ def _wrapper(
             backend=backend,
         )
         dtype = torch_dtype(case.dtype)
-        options = {"q_data_type": dtype, "kv_data_type": dtype}
+        options = {"q_data_type": dtype, "kv_data_type": torch_dtype(case.stored_dtype)}
         if case.q_len > 1:
             options["q_len_per_req"] = case.q_len
         if backend == "cudnn":
@@ -181,9 +200,17 @@ def _wrapper(
             **options,
         )
         out = torch.empty_like(pool.q)
-        run = functools.partial(wrapper.run, pool.q, (pool.cache.key, pool.cache.value), out=out)
+        store = (pool.cache.key, pool.cache.value)
+        run = functools.partial(wrapper.run, pool.q, store, out=out, **_scales(case))
         works.append(Work(run=run, out=out))
     return works
+
+
+def _scales(case: DecodeCase) -> dict[str, float]:
+    """Scales of fp8 K and V on the host, as FlashInfer takes them; none for other dtypes."""
+    if case.stored_dtype != FP8:
+        return {}
+    return {"k_scale": KEY_SCALE, "v_scale": VALUE_SCALE}
 
 
 def _csr(case: DecodeCase, pool: Pool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
