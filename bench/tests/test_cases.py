@@ -1,8 +1,10 @@
 """Cases are data: lengths parse and print, suites build to the bytes that they are named by."""
 
+import dataclasses
+
 import pytest
 
-from stream_attention.bench.cases import SUITES, DecodeCase, default_suite
+from stream_attention.bench.cases import FP8, SUITES, DecodeCase, default_suite
 from stream_attention.bench.formulas import MIB
 from stream_attention.bench.lengths import Lengths, parse_lengths, uniform
 
@@ -94,13 +96,124 @@ def test_headline_is_the_goals_cpu_case():
     assert case.kv_bytes == 512 * MIB
 
 
+def names(suite):
+    return [case.name for case in SUITES[suite]]
+
+
+def mib(suite):
+    return [case.kv_bytes / MIB for case in SUITES[suite]]
+
+
+def test_small_suite_has_four_mib_and_eight_short_rows():
+    assert names("decode_small")[0] == "B1 N1K 32/8 D128 NHD bf16"
+    assert mib("decode_small") == pytest.approx([4, 20.6], rel=2e-3)
+    assert SUITES["decode_small"][1] == SUITES["ragged"][3]
+
+
+def test_page_suite_holds_the_same_bytes_in_every_form():
+    assert mib("decode_pages") == [256] * 10 + [128] * 3
+    cases = SUITES["decode_pages"]
+    assert [case.page_size for case in cases[:9]] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert [case.name for case in cases[8:]] == [
+        "B8 N8K 32/8 D128 NHD bf16 page256",
+        "B8 N8K 32/8 D128 NHD bf16 contiguous",
+        "B4 N32K 16/2 D128 HND bf16",
+        "B4 N32K 16/2 D128 HND bf16 page64",
+        "B4 N32K 16/2 D128 HND bf16 contiguous",
+    ]
+
+
+def test_dims_suite_has_every_group_and_dim_with_enough_bytes():
+    shapes = [(c.num_qo_heads, c.num_kv_heads, c.head_dim) for c in SUITES["decode_dims"]]
+    assert shapes == [
+        (28, 4, 128),
+        (40, 8, 128),
+        (24, 8, 64),
+        (32, 1, 128),
+        (32, 8, 80),
+        (32, 8, 96),
+        (16, 8, 192),
+        (16, 8, 256),
+    ]
+    assert min(mib("decode_dims")) >= 128
+
+
+def test_fp8_suite_puts_half_the_bytes_beside_the_whole():
+    assert mib("decode_fp8") == [2048, 1024, 16, 8]
+    assert names("decode_fp8")[:2] == [
+        "B16 N32K 32/8 D128 NHD bf16",
+        "B16 N32K 32/8 D128 NHD bf16 kv-fp8",
+    ]
+
+
+def test_capacity_suite_widens_the_table_alone():
+    short, wide = SUITES["decode_capacity"]
+    assert (short.max_pages, wide.max_pages) == (32, 8192)
+    assert short.kv_bytes == wide.kv_bytes == 32 * MIB
+    assert short.moved_bytes == wide.moved_bytes
+    assert names("decode_capacity")[1] == "B16 N512 32/8 D128 NHD bf16 cap128K"
+
+
+def test_invariant_suite_puts_each_case_beside_its_promise():
+    cases = SUITES["decode_invariant"]
+    assert mib("decode_invariant") == [128, 128, 256, 256, 64, 64]
+    for plain, invariant in zip(cases[::2], cases[1::2], strict=True):
+        assert (plain.batch_invariant, invariant.batch_invariant) == (False, True)
+        assert invariant == dataclasses.replace(plain, batch_invariant=True)
+        assert invariant.name == f"{plain.name} invariant"
+
+
+def test_kv_dtype_sets_the_bytes_of_k_and_v_alone():
+    plain = DecodeCase(batch=2, lengths=uniform(64))
+    fp8 = dataclasses.replace(plain, kv_dtype="float8_e4m3fn")
+    assert (plain.stored_dtype, fp8.stored_dtype) == ("bfloat16", "float8_e4m3fn")
+    assert fp8.kv_bytes * 2 == plain.kv_bytes
+    assert plain.moved_bytes - fp8.moved_bytes == fp8.kv_bytes
+    assert dataclasses.replace(plain, kv_dtype="bfloat16").name == plain.name
+
+
+def test_capacity_is_whole_pages_and_a_contiguous_cache_has_no_table():
+    case = DecodeCase(batch=2, lengths=uniform(65))
+    assert (case.max_tokens, case.max_pages) == (80, 5)
+    wide = dataclasses.replace(case, capacity=160)
+    assert (wide.max_tokens, wide.max_pages) == (160, 10)
+    row = dataclasses.replace(wide, cache="contiguous")
+    assert (row.max_tokens, row.max_pages) == (160, 1)
+    assert wide.moved_bytes - row.moved_bytes == 4 * 2 * 5  # five page ids a request
+    assert DecodeCase(batch=1, lengths=uniform(0), page_size=8).max_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kv_dtype": "float16"}, r"kv_dtype='float16': .* or float8_e4m3fn; use bfloat16"),
+        ({"kv_dtype": "int8"}, r"kv_dtype='int8': must be None"),
+        ({"cache": "ring"}, "cache='ring': must be one of paged, contiguous; use paged"),
+        (
+            {"cache": "contiguous", "page_size": 32},
+            "page_size=32: a contiguous cache has no pages; use the default, 16",
+        ),
+        ({"capacity": 20}, r"capacity='20 with longest length 40, page_size=16'.*; use 48"),
+        ({"capacity": 100}, r"capacity='100 with .*in whole pages of page_size; use 112"),
+        ({"capacity": 0}, r"capacity='0 with .*; use 48"),
+        ({"capacity": "many"}, "capacity='many with"),
+        ({"batch_invariant": 1}, "batch_invariant=1: must be a bool; use True"),
+    ],
+)
+def test_a_bad_form_of_the_cache_names_rule_and_nearest(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DecodeCase(batch=1, lengths=uniform(40), **fields)
+
+
 def test_default_suites_exist():
     assert default_suite("cpu") == "small_cpu" and default_suite("cuda") == "small_cuda"
     assert {"small_cpu", "small_cuda"} <= set(SUITES)
 
 
 def test_case_repr_evaluates_back():
-    case = DecodeCase(batch=2, lengths=uniform(5), layout="HND")
+    case = DecodeCase(
+        batch=2, lengths=uniform(5), layout="HND", cache="contiguous", capacity=16, kv_dtype=FP8
+    )
     assert eval(repr(case), {"DecodeCase": DecodeCase, "Lengths": Lengths}) == case
 
 

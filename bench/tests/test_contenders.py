@@ -1,5 +1,6 @@
 """Outcomes of contenders, and that routes and peers arrive without an edit of the harness."""
 
+import dataclasses
 import re
 import sys
 
@@ -8,7 +9,7 @@ import torch
 
 from stream_attention.bench import contenders as contenders_lib
 from stream_attention.bench import pools, routes, runner
-from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.cases import FP8, DecodeCase
 from stream_attention.bench.check import Check, worst
 from stream_attention.bench.contenders import Contender, PeerRegistry, Work, choose, peer
 from stream_attention.bench.floor import ReadCurve, ReadPoint
@@ -23,6 +24,8 @@ from stream_attention.core.registry import AttentionRecord, CapabilityRule, Regi
 CPU = torch.device("cpu")
 CURVE = ReadCurve((ReadPoint(1, 1.0, "sum"),), "cpu_cold")
 SETTINGS = runner.Settings(replays=5, cold=False, max_seconds=0.2)
+ALL_FIVE = {"fa2_cuda_core", "fa2_tensor_core", "cudnn", "xqa", "holistic"}
+KV_AS_Q = {"cudnn", "holistic"}
 CASE = DecodeCase(
     batch=3,
     lengths=parse_lengths("37,16,1"),
@@ -181,6 +184,15 @@ def test_the_worst_verdict_counts():
         DecodeCase(batch=3, lengths=parse_lengths("90,80,75"), head_dim=8, dtype="float32"),
         DecodeCase(batch=2, lengths=parse_lengths("20,9"), head_dim=8, q_len=3, dtype="float32"),
         DecodeCase(batch=2, lengths=uniform(8), num_qo_heads=2, num_kv_heads=2, dtype="bfloat16"),
+        DecodeCase(batch=2, lengths=uniform(24), head_dim=16, cache="contiguous", capacity=48),
+        DecodeCase(
+            batch=3, lengths=parse_lengths("90,80,3"), head_dim=8, cache="contiguous", layout="HND"
+        ),
+        DecodeCase(batch=2, lengths=parse_lengths("40,39"), head_dim=16, kv_dtype=FP8),
+        DecodeCase(
+            batch=2, lengths=uniform(40), head_dim=16, kv_dtype=FP8, cache="contiguous", q_len=2
+        ),
+        DecodeCase(batch=2, lengths=uniform(40), head_dim=16, capacity=4096, layout="HND"),
     ],
     ids=lambda case: case.name.replace(" ", "-"),
 )
@@ -207,6 +219,40 @@ def test_flashinfer_gives_its_reasons_where_it_cannot_run():
         row = row_of(peers[name])
         assert row.outcome == "unsupported"
         assert any("needs CUDA" in reason for reason in row.reasons)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "who"),
+    [
+        ({"cache": "contiguous"}, "cache=contiguous: FlashInfer's wrappers read pages", ALL_FIVE),
+        ({"kv_dtype": FP8}, "kv_dtype=float8_e4m3fn: K and V in q's dtype only", KV_AS_Q),
+        ({"page_size": 1}, "page_size=1: one of (16, 32, 64, 128); use 16", {"xqa"}),
+        ({"page_size": 256}, "page_size=256: one of (16, 32, 64, 128); use 128", {"xqa"}),
+        ({"batch_invariant": True}, "the peer makes no such promise", ALL_FIVE),
+        ({"capacity": 4096}, "capacity", set()),
+    ],
+)
+def test_flashinfer_says_which_forms_of_a_cache_it_cannot_read(fields, reason, who):
+    case = DecodeCase(batch=2, lengths=uniform(32), **fields)
+    peers = contenders_lib.load_peers().peers
+    saying = {
+        name.removeprefix("flashinfer_")
+        for name, entry in peers.items()
+        if name.startswith("flashinfer_")
+        and any(reason in given for given in entry.reasons(case, CPU))
+    }
+    assert saying == who
+
+
+@pytest.mark.parametrize(
+    ("kind", "promise", "outcome"),
+    [("peer", False, "unsupported"), ("peer", True, "ok"), ("route", False, "ok")],
+)
+def test_a_peer_serves_an_invariant_case_only_by_its_promise(kind, promise, outcome):
+    case = dataclasses.replace(CASE, batch_invariant=True)
+    row = row_of(contender(oracle_work, kind, batch_invariant=promise), case)
+    assert row.outcome == outcome
+    assert (row.reasons == ()) == (outcome == "ok")
 
 
 class EchoLaunch:
@@ -258,9 +304,54 @@ def test_a_routes_own_rules_are_its_reasons():
 
 
 def test_the_problem_of_a_case_is_the_problem_described():
-    for case in (CASE, DecodeCase(batch=2, lengths=uniform(9), q_len=4, layout="HND")):
+    cases = (
+        CASE,
+        DecodeCase(batch=2, lengths=uniform(9), q_len=4, layout="HND"),
+        DecodeCase(batch=2, lengths=uniform(9), kv_dtype=FP8, capacity=64),
+        DecodeCase(batch=2, lengths=uniform(9), kv_dtype=FP8, cache="contiguous", layout="HND"),
+        DecodeCase(batch=2, lengths=uniform(9), cache="contiguous", capacity=1600),
+    )
+    for case in cases:
         pool = build_pool(case, CPU, seed=0)
         assert describe(routes.query_of(pool), pool.cache).problem == routes.problem_of(case)
+
+
+@pytest.mark.parametrize("name", ["torch", "engine"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_dtype": FP8, "dtype": "bfloat16"},
+        {"cache": "contiguous"},
+        {"cache": "contiguous", "layout": "HND", "kv_dtype": FP8, "capacity": 64},
+        {"capacity": 131072},
+        {"batch_invariant": True},
+    ],
+    ids=str,
+)
+def test_our_portable_route_serves_every_form_of_a_case(name, fields):
+    found = {c.name: c for c in routes.route_contenders()}
+    row = row_of(found[name], dataclasses.replace(CASE, page_size=16, **fields))
+    assert row.outcome == "ok", row.reasons
+
+
+def test_batch_invariance_is_asked_of_routes_and_of_the_engine():
+    asked = []
+
+    def build_echo(problem, tiles, device, bound):
+        asked.append(problem.batch_invariant)
+        return EchoLaunch(bound, device.arch)
+
+    registry = Registry()
+    registry.register_attention(dataclasses.replace(echo_record(), build=build_echo))
+    found = {c.name: c for c in routes.route_contenders(registry)}
+    assert row_of(found["echo"], dataclasses.replace(CASE, batch_invariant=True)).outcome == "ok"
+    assert set(asked) == {True}
+    rule = CapabilityRule("variant", lambda p, device: "no" if p.batch_invariant else None)
+    registry.unregister("echo")
+    registry.register_attention(echo_record(rules=(rule,)))
+    found = {c.name: c for c in routes.route_contenders(registry)}
+    row = row_of(found["echo"], dataclasses.replace(CASE, batch_invariant=True))
+    assert row.outcome == "unsupported" and row.reasons == ("no",)
 
 
 def test_a_new_peer_arrives_in_a_module_of_its_own(tmp_path, monkeypatch):

@@ -22,6 +22,8 @@ def test_moved_bytes_are_kv_q_output_and_index():
     kv = 3 * 2 * 2 * 4 * 2
     q = 1 * 2 * 6 * 4 * 2  # one request, two queries, six heads, dim 4, bf16
     assert formulas.moved_bytes([3], 2, 6, 2, 4, 2, 2, 2) == kv + 2 * q + 4 * (2 + 1)
+    # fp8 K and V, no page table
+    assert formulas.moved_bytes([3], 2, 6, 2, 4, None, 2, 1) == kv // 2 + 2 * q + 4 * 1
 
 
 def test_a_decode_row_sees_every_token():

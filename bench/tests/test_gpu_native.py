@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from stream_attention.bench import host_cost
 from stream_attention.core.testing.problems import Case, build
 from stream_attention.kernels_sm90.library import LIBRARY
 from stream_attention.planner.engine import StreamAttnEngine
@@ -29,3 +30,9 @@ def test_what_it_refuses_goes_to_the_portable_route_with_the_reason():
     plan = StreamAttnEngine().plan(built.q, built.cache)
     assert plan.route == "triton"
     assert any("head_dim (qk, vo)=(96, 96)" in line for line in plan.info.fallback_reasons)
+
+
+def test_the_host_cost_of_a_native_launch_is_measured():
+    run, launch = host_cost.native_costs(samples=3)
+    assert run.missing == launch.missing == ""
+    assert 0 < launch.timing.p50_us < run.timing.p50_us < 1000

@@ -54,3 +54,19 @@ def test_a_tiny_run_has_correct_rows(tmp_path, mode):
         assert rows[name].outcome == "ok", rows[name]
     # It reads lengths on the host, so only an eager run can time it.
     assert rows["torch"].outcome == ("ok" if mode == ["--eager"] else "unsupported"), rows["torch"]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [["--kv_dtype=fp8"], ["--cache=contiguous"], ["--capacity=65536"], ["--batch_invariant"]],
+    ids=str,
+)
+def test_the_engine_serves_every_form_of_a_case_under_a_graph(tmp_path, form):
+    values = flags.FlagValues()
+    paged_decode.define_flags(values)
+    path = tmp_path / "run.json"
+    arguments = ["--batch=2", "--lengths=300,17", "--replays=5", f"--json={path}", *form]
+    assert paged_decode.main(values(["paged_decode", *arguments]), values) == 0
+    (case,) = results.from_json(json.loads(path.read_text())).cases
+    rows = {row.contender: row for row in case.rows}
+    assert rows["engine"].outcome == "ok", rows["engine"]

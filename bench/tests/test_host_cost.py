@@ -2,10 +2,14 @@
 
 import json
 
+import pytest
+import torch
 from absl import flags
 
 from stream_attention.bench import host_cost
 from stream_attention.bench.timing import Timing
+from stream_attention.core.backend_plan import AttentionBackendPlan, Rejection
+from stream_attention.core.registry import AttentionRecord, CapabilityRule
 
 
 def test_costs_name_what_they_measure_and_run_costs_more_than_nothing():
@@ -22,6 +26,66 @@ def test_a_bar_is_met_by_the_median():
     assert host_cost.Cost("a", timing).met
 
 
+def test_a_cost_is_measured_or_says_why_not():
+    missing = host_cost.Cost("a", None, 3.0, "no GPU")
+    assert missing.met is None
+    for timing, reason in ((None, ""), (Timing((1.0,), "host"), "no GPU")):
+        with pytest.raises(ValueError, match="must be given where there is no timing"):
+            host_cost.Cost("a", timing, 3.0, reason)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_the_native_row_is_missing_without_a_gpu_and_says_so():
+    (cost,) = host_cost.native_costs(samples=1)
+    assert cost.name == "plan.run() of sm90_decode, no tokens" and cost.bar_us == 3.0
+    assert cost.timing is None and "no CUDA device" in cost.missing
+
+
+def native_record(rules=()):
+    def build(problem, tile_plan, device, bound):
+        plan = AttentionBackendPlan(route="sm90_decode", backend="none", arch=device.arch)
+        return host_cost.NoopLaunch(plan)
+
+    return AttentionRecord(
+        route="sm90_decode",
+        backend="none",
+        package="test",
+        rules=rules,
+        estimate_us=lambda problem, device: 1e9,
+        build=build,
+        native=True,
+    )
+
+
+class Records:
+    """Stands in for a registry: what it holds and what is missing."""
+
+    def __init__(self, *records):
+        self.attention_records = lambda: records
+        self.missing = lambda: (Rejection("kernels_sm90", ("is not installed",)),)
+
+
+def test_the_native_row_names_the_package_that_is_not_there():
+    (cost,) = host_cost.native_costs(samples=1, device=torch.device("cpu"), registry=Records())
+    assert cost.timing is None and cost.met is None
+    assert cost.missing == ("no route sm90_decode is registered; kernels_sm90: is not installed")
+
+
+def test_the_native_row_gives_the_reasons_of_the_route():
+    rule = CapabilityRule("device", lambda problem, device: f"device={device.type}: no; use yes")
+    registry = Records(native_record((rule,)))
+    (cost,) = host_cost.native_costs(samples=1, device=torch.device("cpu"), registry=registry)
+    assert cost.missing == "device=cpu: no; use yes"
+
+
+def test_the_native_row_times_that_route_whatever_its_estimate():
+    registry = Records(native_record())
+    run, launch = host_cost.native_costs(samples=3, device=torch.device("cpu"), registry=registry)
+    assert run.bar_us == 3.0 and run.timing.n == 3
+    assert run.timing.calls_per_sample == host_cost.LAUNCHES_A_SAMPLE == 200
+    assert launch.bar_us is None and launch.timing.p50_us < run.timing.p50_us
+
+
 def test_import_time_is_of_a_fresh_process():
     found = host_cost.measure_import("stream_attention", "PagedKVCache", samples=1)
     assert found.n == 1 and 10 < found.p50_us < 30e6
@@ -34,7 +98,13 @@ def test_the_program_prints_a_table_and_writes_samples(tmp_path, capsys):
     rest = values(["host_cost", "--repeats=20", "--samples=2", "--imports=1", f"--json={path}"])
     status = host_cost.main(rest, values)
     data = json.loads(path.read_text())
-    assert data["schema"] == host_cost.SCHEMA and len(data["costs"]) == 6
-    assert status == int(not all(cost["met"] for cost in data["costs"]))
-    assert all(cost["timing"]["samples_us"] for cost in data["costs"])
-    assert "plan.run()" in capsys.readouterr().out
+    costs = {cost["name"]: cost for cost in data["costs"]}
+    native = costs.pop(host_cost.NATIVE_RUN)
+    costs.pop("… its launch alone", None)
+    assert data["schema"] == host_cost.SCHEMA and len(costs) == 6
+    assert status == int(any(cost["met"] is False for cost in data["costs"]))
+    assert all(cost["timing"]["samples_us"] for cost in costs.values())
+    shown = capsys.readouterr().out
+    assert "plan.run()" in shown
+    assert (native["timing"] is None) == bool(native["missing"])
+    assert native["missing"] in shown

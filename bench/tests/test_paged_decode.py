@@ -44,6 +44,10 @@ def run(capsys, *arguments):
         ("--layout=nhd", r"flag --layout=nhd: must be one of NHD, HND; use NHD"),
         ("--dtype=bf17", r"flag --dtype=bf17: must be one of .*; use bf16"),
         ("--lengths=skew", r"flag --lengths=skew: must be one of: .*; use skewed"),
+        ("--kv_dtype=fp9", r"flag --kv_dtype=fp9: must be one of .*; use fp8"),
+        ("--cache=pagd", r"flag --cache=pagd: must be one of paged, contiguous; use paged"),
+        ("--capacity=0", r"flag --capacity=0: must be an int >= 1; use 1"),
+        ("--capacity=wide", r"flag --capacity=wide: must be an int >= 1; use 4096"),
         ("--suite=raged", r"flag --suite=raged: must be one of .*; use ragged"),
     ],
 )
@@ -58,6 +62,10 @@ def test_a_bad_flag_names_flag_value_rule_and_nearest(argument, message):
         (["--num_qo_heads=30"], "must be a multiple of num_kv_heads; use 24"),
         (["--batch=3", "--lengths=1,2"], "has 2 values, one a request is needed for batch=3"),
         (["--suite=ragged", "--head_dim=64"], "so --head_dim cannot be given too"),
+        (["--suite=ragged", "--batch_invariant"], "so --batch_invariant cannot be given too"),
+        (["--kv_dtype=bf16"], "kv_dtype='bfloat16': must be None (dtype), dtype itself or"),
+        (["--lengths=100", "--capacity=64"], "not below the longest length"),
+        (["--cache=contiguous", "--page_size=8"], "a contiguous cache has no pages; use the"),
         (["--routes=torhc"], "--routes='torhc': must be 'all', 'none' or names out of"),
         (["--routes=none", "--peers=none"], "nothing to run; use --routes=all"),
         (["extra"], "argument 'extra': only flags are taken"),
@@ -89,6 +97,17 @@ def test_shape_flags_make_one_case_with_defaults_of_the_device():
     assert paged_decode.chosen_cases(empty, "ragged", "cpu") == SUITES["ragged"]
 
 
+def test_flags_set_the_form_of_the_cache():
+    _, values = parsed("--kv_dtype=fp8", "--cache=contiguous", "--capacity=8192")
+    shape = {name: getattr(values, name) for name in paged_decode.SHAPE_FLAGS}
+    (case,) = paged_decode.chosen_cases(shape, None, "cuda")
+    assert case.name == "B8 N4K 32/8 D128 NHD bf16 kv-fp8 contiguous cap8K"
+    _, values = parsed("--batch_invariant", "--kv_dtype=bf16")
+    shape = {name: getattr(values, name) for name in paged_decode.SHAPE_FLAGS}
+    (case,) = paged_decode.chosen_cases(shape, None, "cuda")
+    assert case.name == "B8 N4K 32/8 D128 NHD bf16 invariant"
+
+
 def test_a_list_of_lengths_sets_the_batch():
     _, values = parsed("--lengths=5,6,7")
     shape = {name: getattr(values, name) for name in paged_decode.SHAPE_FLAGS}
@@ -112,6 +131,18 @@ def test_a_tiny_run_times_routes_and_peers_and_writes_samples(capsys, tmp_path, 
     assert rows["triton"].outcome == "unsupported"
     assert rows["engine"].note == "torch"
     assert found.settings["replays"] == 3 and found.environment.threads == torch.get_num_threads()
+
+
+def test_a_tiny_fp8_run_of_a_wide_table_reads_back(capsys, tmp_path):
+    path = tmp_path / "run.json"
+    flags_given = ["--kv_dtype=fp8", "--capacity=131072", "--routes=torch", f"--json={path}"]
+    status, out, err = run(capsys, *QUICK, *TINY, *flags_given)
+    assert status == 0, out + err
+    (case,) = results.from_json(json.loads(path.read_text())).cases
+    assert case.case.name == "B2 40,17 4/2 D16 NHD fp32 kv-fp8 cap128K"
+    assert case.kv_bytes == 57 * 2 * 2 * 16
+    rows = {row.contender: row.outcome for row in case.rows}
+    assert rows["torch"] == rows["sdpa_gather"] == "ok"
 
 
 def test_named_routes_and_peers_only(capsys, tmp_path):
@@ -192,7 +223,8 @@ def test_help_shows_the_flags():
         text=True,
         env=child_environment(),
     )
-    for name in ("--batch", "--lengths", "--[no]isolate", "--json"):
+    names = ("--batch", "--lengths", "--[no]isolate", "--json")
+    for name in (*names, "--kv_dtype", "--cache", "--capacity", "--[no]batch_invariant"):
         assert f"  {name}:" in done.stdout
 
 

@@ -154,6 +154,14 @@ def test_json_reads_back_equal_and_keeps_raw_samples(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["run.json"]
 
 
+def test_a_file_from_before_caches_had_a_form_still_reads():
+    data = results.to_json(full_run())
+    for case in data["cases"]:
+        for name in ("kv_dtype", "cache", "capacity", "batch_invariant"):
+            del case["case"][name]
+    assert results.from_json(data) == full_run()
+
+
 def test_another_schema_is_refused():
     data = results.to_json(full_run())
     with pytest.raises(ValueError, match=r"schema='x': must be 'stream_attention"):

@@ -113,3 +113,16 @@ def test_host_cost_is_the_mean_of_a_burst():
     assert found.samples_us == pytest.approx((3, 3, 3, 3))
     assert found.calls_per_sample == 10 and found.method == "host"
     assert gc.isenabled()
+
+
+def test_a_sync_before_a_burst_is_not_part_of_it():
+    clock, log = Clock(), []
+    found = timing.measure_host(
+        spender(clock, log, "call", 3),
+        repeats=2,
+        samples=3,
+        before_sample=spender(clock, log, "sync", 1000),
+        clock=clock,
+    )
+    assert found.samples_us == pytest.approx((3, 3, 3))
+    assert log[-9:] == ["sync", "call", "call"] * 3

@@ -1,21 +1,23 @@
-"""Host cost: what Python adds to a launch, to a plan and to an import. Needs no GPU.
+"""Host cost: what Python adds to a launch, to a plan and to an import.
 
     ./bazelw run //bench:host_cost
     ./bazelw run //bench:host_cost -- --json=host.json
 
 The backend does nothing, so what is timed is the engine alone: `plan.run()`, `plan()` with and
-without validation, and the import in a fresh process over `import torch`. Exit status 1 when a bar
-is not met.
+without validation, and the import in a fresh process over `import torch`. These rows need no GPU.
+Where the route `sm90_decode` can run, its `plan.run()` is timed too, over requests without tokens;
+elsewhere the row says why it is missing. Exit status 1 when a bar is not met.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,39 +25,62 @@ import torch
 from absl import app, flags
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from stream_attention.bench import flag_types, report
 from stream_attention.bench.cases import DecodeCase
 from stream_attention.bench.lengths import uniform
-from stream_attention.bench.machine import environment
+from stream_attention.bench.machine import Environment, environment
 from stream_attention.bench.output import output_path, write_text
 from stream_attention.bench.pools import build_pool
+from stream_attention.bench.routes import problem_of
 from stream_attention.bench.timing import Timing, measure_host
 from stream_attention.core.backend_plan import AttentionBackendPlan
+from stream_attention.core.describe import describe
+from stream_attention.core.device import device_facts
 from stream_attention.core.launch import BoundTensors
-from stream_attention.core.registry import AttentionRecord, Registry
+from stream_attention.core.registry import AttentionRecord, Registry, default_registry
+from stream_attention.core.tile_plan import AttentionTilePlan
 
 FLAGS = flags.FLAGS
-SCHEMA = "stream_attention.bench.host_cost/1"
+SCHEMA = "stream_attention.bench.host_cost/2"
 NOOP_ROUTE = "noop"
+NATIVE_ROUTE = "sm90_decode"
+NATIVE_RUN = f"plan.run() of {NATIVE_ROUTE}, no tokens"
 
 # The project's bars, in microseconds.
 RUN_BAR_US = 8.0
 PLAN_BAR_US = 500.0
 IMPORT_BAR_US = 300_000.0
+NATIVE_RUN_BAR_US = 3.0
+
+# Launches between two syncs: with a thousand in its queue a launch waits for the GPU.
+LAUNCHES_A_SAMPLE = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One measured cost. bar_us: what it must not exceed, `None` = reported only."""
+    """One measured cost. bar_us: what it must not exceed, `None` = reported only.
+
+    timing: `None` where it could not be measured; `missing` then says why, and is "" elsewhere.
+    """
 
     name: str
-    timing: Timing
+    timing: Timing | None
     bar_us: float | None = None
+    missing: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.timing is None) != bool(self.missing):
+            raise ValueError(
+                f"missing={self.missing!r}: must be given where there is no timing, and only there"
+            )
 
     @property
-    def met(self) -> bool:
-        """The median is within the bar."""
+    def met(self) -> bool | None:
+        """The median is within the bar; `None` where nothing was measured."""
+        if self.timing is None:
+            return None
         return self.bar_us is None or self.timing.p50_us <= self.bar_us
 
 
@@ -128,6 +153,74 @@ def measure_costs(*, repeats: int = 2000, samples: int = 25) -> tuple[Cost, ...]
     )
 
 
+def native_costs(
+    *,
+    samples: int = 25,
+    device: torch.device | None = None,
+    registry: Registry | None = None,
+) -> tuple[Cost, ...]:
+    """`plan.run()` of the native decode route, and its launch without the plan around it.
+
+    Eight requests without tokens: the launch itself, with next to no work behind it. Wall clock of
+    the host over `LAUNCHES_A_SAMPLE` calls, the device idle before each sample. One row with the
+    reason where the route cannot run. device: `None` = the CUDA device of this process.
+    """
+    from stream_attention import StreamAttnEngine
+
+    case = DecodeCase(
+        batch=8, lengths=uniform(0), num_qo_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16"
+    )
+    registry = default_registry() if registry is None else registry
+    if device is None:
+        if not torch.cuda.is_available():
+            reason = "no CUDA device is available to torch here"
+            return (Cost(NATIVE_RUN, None, NATIVE_RUN_BAR_US, reason),)
+        device = torch.device("cuda", torch.cuda.current_device())
+    records = {record.route: record for record in registry.attention_records()}
+    reasons = _native_reasons(case, device, registry, records.get(NATIVE_ROUTE))
+    if reasons:
+        return (Cost(NATIVE_RUN, None, NATIVE_RUN_BAR_US, "; ".join(reasons)),)
+    record = records[NATIVE_ROUTE]
+    pool = build_pool(case, device, seed=0)
+    plan = StreamAttnEngine(registry=_only(record)).plan(pool.q, pool.cache, mode="exact_native")
+    _, info = plan.run()
+    assert info.route == NATIVE_ROUTE, info
+    call = describe(pool.q, pool.cache)
+    assert record.build is not None
+    tiles = AttentionTilePlan.for_problem(call.problem)
+    launch = record.build(call.problem, tiles, device_facts(device), call.bound)
+    wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
+
+    def timed(run: Callable[[], Any]) -> Timing:
+        return measure_host(run, repeats=LAUNCHES_A_SAMPLE, samples=samples, before_sample=wait)
+
+    return (
+        Cost(NATIVE_RUN, timed(plan.run), NATIVE_RUN_BAR_US),
+        Cost("… its launch alone", timed(launch.run)),
+    )
+
+
+def _native_reasons(
+    case: DecodeCase, device: torch.device, registry: Registry, record: AttentionRecord | None
+) -> tuple[str, ...]:
+    """Why the route cannot serve `case` on `device`; empty when it can."""
+    if record is not None:
+        return record.reasons(problem_of(case), device_facts(device))
+    gone = [f"{r.route}: {'; '.join(r.reasons)}" for r in registry.missing()]
+    return (f"no route {NATIVE_ROUTE} is registered", *gone)
+
+
+def _only(record: AttentionRecord) -> Registry:
+    """A registry that ranks `record` first, whatever its cost model says."""
+    registry = Registry()
+    if record.route in {known.route for known in registry.attention_records()}:
+        registry.unregister(record.route)
+    registry.register_attention(
+        dataclasses.replace(record, estimate_us=lambda problem, device: 0.0)
+    )
+    return registry
+
+
 def measure_import(module: str, name: str | None = None, *, samples: int = 5) -> Timing:
     """Microseconds that `import module` (and a lookup of `name` in it) takes over `import torch`.
 
@@ -167,18 +260,29 @@ def to_json(costs: Sequence[Cost]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "environment": dataclasses.asdict(environment(torch.device("cpu"))),
-        "costs": [
-            {
-                "name": cost.name,
-                "bar_us": cost.bar_us,
-                "met": cost.met,
-                "p50_us": cost.timing.p50_us,
-                "best_us": min(cost.timing.samples_us),
-                "timing": dataclasses.asdict(cost.timing),
-            }
-            for cost in costs
-        ],
+        "gpu_environment": dataclasses.asdict(gpu) if (gpu := gpu_environment()) else None,
+        "costs": [_plain(cost) for cost in costs],
     }
+
+
+def _plain(cost: Cost) -> dict[str, Any]:
+    timing = cost.timing
+    return {
+        "name": cost.name,
+        "bar_us": cost.bar_us,
+        "met": cost.met,
+        "missing": cost.missing,
+        "p50_us": timing and timing.p50_us,
+        "best_us": timing and min(timing.samples_us),
+        "timing": timing and dataclasses.asdict(timing),
+    }
+
+
+def gpu_environment() -> Environment | None:
+    """Facts of the CUDA device that native launches go to, or `None` without one."""
+    if not torch.cuda.is_available():
+        return None
+    return environment(torch.device("cuda", torch.cuda.current_device()))
 
 
 def cost_table(costs: Sequence[Cost]) -> Table:
@@ -190,8 +294,11 @@ def cost_table(costs: Sequence[Cost]) -> Table:
     table.add_column("outcome", no_wrap=True)
     for cost in costs:
         timing = cost.timing
-        shown = (timing.p50_us, timing.p20_us, timing.p80_us, min(timing.samples_us))
         bar = "" if cost.bar_us is None else f"≤ {report.format_us(cost.bar_us)}"
+        if timing is None:
+            table.add_row(cost.name, "", "", "", "", bar, "missing")
+            continue
+        shown = (timing.p50_us, timing.p20_us, timing.p80_us, min(timing.samples_us))
         outcome = "" if cost.bar_us is None else ("met" if cost.met else "not met")
         table.add_row(cost.name, *(report.format_us(us) for us in shown), bar, outcome)
     return table
@@ -206,15 +313,22 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
         return 2
     console = report.make_console()
     report.print_header(console, environment(torch.device("cpu")))
+    if (gpu := gpu_environment()) is not None:
+        for line in gpu.lines()[:2]:
+            console.print(Text(line), soft_wrap=True)
     costs = (
         *measure_costs(repeats=values.repeats, samples=values.samples),
+        *native_costs(samples=values.samples),
         *import_costs(values.imports),
     )
     console.print(cost_table(costs))
+    for cost in costs:
+        if cost.missing:
+            console.print(Text(f"  {cost.name}: missing: {cost.missing}"), soft_wrap=True)
     if path is not None:
         write_text(path, json.dumps(to_json(costs), indent=1) + "\n")
         console.print(f"raw samples: {path}", soft_wrap=True)
-    return int(not all(cost.met for cost in costs))
+    return int(any(cost.met is False for cost in costs))
 
 
 def define_flags(values: flags.FlagValues) -> None:

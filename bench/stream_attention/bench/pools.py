@@ -55,6 +55,12 @@ class Pool:
     tail_pages: tuple[int, ...]
     tail_starts: tuple[int, ...]
 
+    @property
+    def page_table(self) -> torch.Tensor:
+        """`[batch, max_pages]` int32, for those that say that they need pages."""
+        assert isinstance(self.cache, PagedKVCache), self.case
+        return self.cache.page_table
+
     def fill_unused(self, value: float) -> None:
         """Write `value` into every slot of K and V that holds no token of any request.
 
@@ -109,17 +115,25 @@ def check_memory(case: DecodeCase, device: torch.device, count: int) -> None:
     need, have = count * pool_bytes(case), available_bytes(device)
     if need <= have * _MEMORY_SHARE:
         return
-    share = have * _MEMORY_SHARE / count / max(pool_bytes(case), 1)
+    budget = have * _MEMORY_SHARE / count
+    fits = int(budget / max(pool_bytes(case), 1) * sum(case.kv_lens))
     parameter, value = "lengths", str(case.lengths)
-    nearest = f"at most {int(share * sum(case.kv_lens)) // case.batch} tokens a request on average"
-    if case.capacity is not None and share * case.capacity >= max(case.kv_lens):
-        parameter, value = "capacity", str(case.capacity)
-        nearest = f"at most {int(share * case.capacity)}"
+    nearest = f"at most {fits // case.batch} tokens a request on average"
+    capacity = _largest_capacity(case, budget)
+    if case.capacity is not None and capacity >= max(case.kv_lens):
+        parameter, value, nearest = "capacity", str(case.capacity), f"at most {capacity}"
     rule = (
         f"{count} pools of {pool_bytes(case) / 2**30:.1f} GiB need more than "
         f"{_MEMORY_SHARE:.0%} of the {have / 2**30:.1f} GiB free on {device}"
     )
     raise NotEnoughMemory(str(Fault(parameter, value, rule, nearest)))
+
+
+def _largest_capacity(case: DecodeCase, budget: float) -> int:
+    """The most tokens, in whole pages, that table or buffer may hold in a pool of `budget` bytes."""
+    page = case.page_size * _row_bytes(case) if case.contiguous else 4
+    excess = max(0, math.ceil((pool_bytes(case) - budget) / (case.batch * page)))
+    return case.max_tokens - excess * case.page_size
 
 
 def build_pool(case: DecodeCase, device: torch.device, seed: int) -> Pool:

@@ -241,11 +241,13 @@ def measure_host(
     *,
     repeats: int = 2000,
     samples: int = 25,
+    before_sample: Callable[[], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
     """Microseconds of host time a call takes: `samples` means over `repeats` back-to-back calls.
 
     For calls too short for one `clock()` pair. The collector is off while a sample is taken.
+    before_sample: run before every sample, outside of what is timed; for calls that launch, a sync.
     """
     faults = Faults()
     faults.require(repeats >= 1, "repeats", repeats, "must be an int >= 1", 2000)
@@ -256,6 +258,8 @@ def measure_host(
     taken = []
     gc_was_on = gc.isenabled()
     for _ in range(samples):
+        if before_sample is not None:
+            before_sample()
         gc.disable()
         try:
             start = clock()

@@ -219,7 +219,7 @@ def _csr(case: DecodeCase, pool: Pool) -> tuple[torch.Tensor, torch.Tensor, torc
     indptr = torch.zeros(case.batch + 1, dtype=torch.int32)
     indptr[1:] = used.cumsum(0)
     live = torch.arange(case.max_pages) < used.unsqueeze(1)
-    indices = pool.cache.page_table.cpu()[live]
+    indices = pool.page_table.cpu()[live]
     last = torch.tensor([(n - 1) % case.page_size + 1 for n in case.kv_lens], dtype=torch.int32)
     return indptr, indices, last
 
@@ -228,5 +228,5 @@ def _dense_table(case: DecodeCase, pool: Pool) -> torch.Tensor:
     """The page table with page 0 in place of ids past a request's pages, which peers may read."""
     used = torch.tensor([-(-n // case.page_size) for n in case.kv_lens])
     live = torch.arange(case.max_pages) < used.unsqueeze(1)
-    table = pool.cache.page_table.cpu()
+    table = pool.page_table.cpu()
     return torch.where(live, table, torch.zeros_like(table)).to(pool.cache.key.device)

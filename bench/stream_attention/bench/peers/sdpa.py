@@ -139,7 +139,7 @@ def _pages(case: DecodeCase, pool: Pool, span: slice, lens: torch.Tensor) -> tor
     """Page ids `[requests, pages]` int64, page 0 in place of those past a request's own."""
     used = -(-lens // case.page_size)
     width = max(1, int(used.max()))
-    table = pool.cache.page_table[span, :width].cpu().to(torch.int64)
+    table = pool.page_table[span, :width].cpu().to(torch.int64)
     live = torch.arange(width) < used.unsqueeze(1)
     return torch.where(live, table, torch.zeros_like(table)).to(pool.q.device)
 
