@@ -1,60 +1,146 @@
-"""Registers, spills, stack and shared memory of every decode instance, from the report of ptxas."""
+"""Registers, spills, stack and shared memory of every decode kernel, from the report of ptxas.
 
+The kernels are what the report holds beside the state merges, whatever their names: a new kernel or
+instance is under these bounds without being listed here.
+"""
+
+import dataclasses
 import re
+from dataclasses import dataclass
 
 import pytest
 
+from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.testing.native_library import library_file, require
 from stream_attention.kernels_sm90 import decode
 from stream_attention.kernels_sm90.library import LIBRARY
 
-ROWS = (8, 16)
-# One block of 256 threads an SM may use 255; by packed rows, what is there now and a little room.
-MAX_REGISTERS = {8: 176, 16: 232}
+# test_resources.py has these.
+OTHERS = re.compile(r"\d+state_(?:merge|pair)_kernelI")
 SHARED_LIMIT = 227 << 10
-ENTRY = re.compile(
-    r"Compiling entry function '\S*decode_kernelI(13__nv_bfloat16|6__half)Li(\d+)ELi(\d+)E\S*' "
-    r"for '(\S+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    r".*?Used (\d+) registers(.*?)\n",
-    re.DOTALL,
-)
+SM_REGISTERS = 65_536
+MAX_REGISTERS = 255
+DTYPE_NAMES = {"bfloat16": "13__nv_bfloat16", "float16": "6__half"}
+# Heads of a KV head and queries: packed rows 1, 8, 9, 16, 20, 64 twice.
+ROWS = ((1, 1), (8, 1), (9, 1), (16, 1), (4, 5), (64, 1), (8, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What ptxas says of one kernel; bytes a thread, `shared_bytes` static ones of a block."""
+
+    name: str
+    target: str
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+def parse(report: str) -> list[Kernel]:
+    """Every kernel of a `ptxas -v` report but the state merges; `ValueError` for unknown text."""
+    kernels = []
+    for section in report.split("Compiling entry function")[1:]:
+        entry = re.match(r" '(\S+)' for '(\S+)'", section)
+        stack = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", section
+        )
+        registers = re.search(r"Used (\d+) registers", section)
+        if not (entry and stack and registers):
+            raise ValueError(f"not a ptxas report: {section[:200]!r}")
+        if OTHERS.search(entry[1]):
+            continue
+        shared = re.search(r"(\d+) bytes smem", section)
+        kernels.append(
+            Kernel(
+                name=entry[1],
+                target=entry[2],
+                registers=int(registers[1]),
+                stack_bytes=int(stack[1]),
+                spill_bytes=int(stack[2]) + int(stack[3]),
+                shared_bytes=int(shared[1]) if shared else 0,
+            )
+        )
+    return kernels
 
 
 @pytest.fixture(name="kernels", scope="module")
 def kernels_fixture():
     require(LIBRARY)
-    found = ENTRY.findall(library_file(LIBRARY, ".ptxas.txt").read_text())
-    return {(dtype, int(dim), int(rows)): rest for dtype, dim, rows, *rest in found}
+    return parse(library_file(LIBRARY, ".ptxas.txt").read_text())
 
 
-def test_report_holds_every_instance(kernels):
-    assert set(kernels) == {
-        (dtype, dim, rows)
-        for dtype in ("13__nv_bfloat16", "6__half")
+def problem(dim, group, queries, **changes):
+    fields = {"batch": 3, "total_qo_len": 3 * queries, "max_qo_len": queries, "kv_capacity": 4096}
+    fields |= {"num_qo_heads": 2 * group, "num_kv_heads": 2, "sm_scale": 0.1}
+    fields |= {"head_dim_qk": dim, "head_dim_vo": dim}
+    fields |= dict.fromkeys(("q_dtype", "kv_dtype", "out_dtype"), "bfloat16")
+    return AttentionProblem(**{**fields, **changes})
+
+
+def test_report_has_kernels_of_every_dtype_and_head_dim(kernels):
+    names = [kernel.name for kernel in kernels]
+    assert len(names) == len(set(names))
+    missing = [
+        (dtype, dim)
+        for dtype in decode.DTYPES
         for dim in decode.HEAD_DIMS
-        for rows in ROWS
-    }
+        if not any(DTYPE_NAMES[dtype] in name and f"Li{dim}E" in name for name in names)
+    ]
+    assert missing == []
 
 
-def test_no_instance_spills_or_has_a_stack(kernels):
-    for instance, (target, stack, stores, loads, _, _) in kernels.items():
-        assert (target, stack, stores, loads) == ("sm_90a", "0", "0", "0"), instance
+def test_every_kernel_is_built_for_the_architecture(kernels):
+    assert {kernel.target for kernel in kernels} == {"sm_90a"}
 
 
-def test_registers_stay_within_the_bound_of_their_rows(kernels):
-    for (dtype, dim, rows), (_, _, _, _, registers, rest) in kernels.items():
-        assert int(registers) <= MAX_REGISTERS[rows], (dtype, dim, rows)
-        assert "smem" not in rest, "static shared memory"
+def test_no_kernel_spills_or_has_a_stack(kernels):
+    assert [k for k in kernels if k.spill_bytes or k.stack_bytes] == []
+
+
+def test_registers_stay_within_what_a_thread_may_have(kernels):
+    assert [k for k in kernels if not 0 < k.registers <= MAX_REGISTERS] == []
 
 
 @pytest.mark.parametrize("dim", decode.HEAD_DIMS)
-@pytest.mark.parametrize("group", [1, 8, 9, 16])
-def test_dynamic_shared_memory_fits_an_sm(dim, group):
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_block_fits_an_sm(kernels, dim, rows):
+    """Shared memory of the launch and the largest static one; registers of all of its threads.
+
+    Which kernel a problem runs is not in the report, so the largest of its head_dim stands in.
+    """
+    form = decode.geometry(problem(dim, *rows), 132)
+    of_dim = [kernel for kernel in kernels if f"Li{dim}E" in kernel.name]
+    assert form.shared_bytes + max(k.shared_bytes for k in of_dim) <= SHARED_LIMIT
+    assert form.threads % 32 == 0 and 0 < form.threads <= 1024
+    # ptxas gives registers to a warp in units of 8 a thread.
+    largest = max(-(-k.registers // 8) * 8 for k in of_dim)
+    assert form.threads * min(largest, 256) <= SM_REGISTERS
+
+
+@pytest.mark.parametrize("num_sms", [132, 114, 78])
+@pytest.mark.parametrize("batch", [1, 40, 65_536])
+def test_workspace_of_a_plan_stays_small_on_any_device_and_batch(num_sms, batch):
+    """Scratch is the blocks' business: neither lengths nor batch may blow it up."""
     require(LIBRARY)
-    params = decode.DecodeParams(
-        batch=1, qo_len=1, num_kv_heads=1, group=group, capacity=1, page_size=16, head_dim=dim,
-        dtype=2,
-    )  # fmt: skip
-    result = decode.DecodeGeometry()
-    assert decode.functions().stream_attention_decode_geometry(params, 132, result) == 0
-    assert SHARED_LIMIT / 2 < result.shared_bytes <= SHARED_LIMIT
+    for dim in decode.HEAD_DIMS:
+        small = problem(dim, 8, 1, batch=batch, total_qo_len=batch)
+        large = dataclasses.replace(small, kv_capacity=1 << 17)
+        forms = [decode.geometry(each, num_sms) for each in (small, large)]
+        assert forms[0].scratch_floats <= forms[1].scratch_floats <= 16 << 20
+
+
+REPORT = """ptxas info    : Compiling entry function '_Z13decode_kernelILi64EEvv' for 'sm_90a'
+    16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 300 registers, used 1 barriers, 1024 bytes smem, 400 bytes cmem[0]
+ptxas info    : Compiling entry function '_Z18state_merge_kernelILi2EEvv' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers
+"""
+
+
+def test_parser_reads_what_is_bad_and_refuses_what_it_does_not_know():
+    (kernel,) = parse(REPORT)
+    assert dataclasses.astuple(kernel)[1:] == ("sm_90a", 300, 16, 12, 1024)
+    with pytest.raises(ValueError, match="not a ptxas report"):
+        parse(REPORT.replace("Used 300 registers", ""))

@@ -125,7 +125,9 @@ class Plan:
 
 
 def captured(run):
-    """A graph of `run()`, which has run before."""
+    """A graph of `run()`, which runs once before so that nothing is loaded inside."""
+    run()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
@@ -244,6 +246,34 @@ def test_reset_after_an_aborted_launch(name, pattern):
             plan.compare(state)
         wait("after a reset")
     plan.check()
+
+
+@pytest.mark.parametrize("bits", [-1, 0x7FFF, 0x7F80])  # NaN, all of them set; NaN; bf16's Inf
+@pytest.mark.parametrize("where", ["q", "key", "value"])
+def test_nan_of_one_request_neither_spreads_nor_stays(where, bits):
+    """Whatever partial states of NaN look like, no block waits for ever, the next run is right."""
+    case = Case(qo_lens=(1,) * 6, kv_lens=(3000,) * 6, spare=0, call="batch", **WIDE)
+    built = build(case, 0, DEVICE)
+    step, described = launch(RECORD, built)
+    step.run()
+    wait("a clean run")
+    want = [t.clone() for t in (described.result(), described.result_lse())]
+    assert all(t.isfinite().all() for t in want)
+    page = int(built.cache.page_table[2, 70])
+    memory = {"q": built.q[2], "key": built.cache.key[page], "value": built.cache.value[page]}
+    kept = memory[where].clone()
+    memory[where].view(torch.int16).fill_(bits)
+    for _ in range(3):
+        step.run()
+        wait(f"a run with {bits} in {where}")
+    got = described.result(), described.result_lse()
+    assert bits == 0x7F80 or got[0][2].isnan().all()
+    others = [0, 1, 3, 4, 5]
+    assert all(torch.equal(a[others], b[others]) for a, b in zip(got, want, strict=True))
+    memory[where].copy_(kept)
+    step.run()
+    wait("a clean run again")
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 class Produced:
