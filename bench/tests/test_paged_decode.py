@@ -1,5 +1,6 @@
 """The command: flags and their errors, a tiny run from end to end, its exit status."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -143,6 +144,19 @@ def test_a_tiny_fp8_run_of_a_wide_table_reads_back(capsys, tmp_path):
     assert case.kv_bytes == 57 * 2 * 2 * 16
     rows = {row.contender: row.outcome for row in case.rows}
     assert rows["torch"] == rows["sdpa_gather"] == "ok"
+
+
+def test_a_run_of_two_forms_ends_with_their_ratio(capsys, monkeypatch):
+    _, values = parsed(*TINY, "--dtype=fp32")
+    shape = {name: getattr(values, name) for name in paged_decode.SHAPE_FLAGS}
+    (plain,) = paged_decode.chosen_cases(shape, None, "cpu")
+    row = dataclasses.replace(plain, cache="contiguous")
+    monkeypatch.setitem(SUITES, "small_cpu", (plain, row))
+    status, out, _ = run(capsys, *QUICK, "--suite=small_cpu", "--routes=torch", "--peers=none")
+    assert status == 0
+    before, _, after = out.partition("summary of torch")
+    assert plain.name in before and f"{row.name} " in after
+    assert "geometric mean  torch: " in after and " over 2 cases" in after
 
 
 def test_named_routes_and_peers_only(capsys, tmp_path):

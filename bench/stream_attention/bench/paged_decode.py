@@ -12,8 +12,11 @@ decode_small, decode_pages (page sizes and contiguous), decode_dims (odd groups 
 decode_fp8, decode_capacity (a plan for 128K tokens at 512) and decode_invariant.
 
 Every row is checked against the fp64 oracle in the same run, on outputs poisoned just before the
-timed work. Exit status: 0; 1 when one of our own routes failed or was wrong; 2 for bad flags; 130
-when interrupted.
+timed work. A run of several cases ends with a summary: a line a case, its time over that of its
+plain form (pages of 16, K and V in q's dtype, least capacity), and geometric means.
+
+Exit status: 0; 1 when one of our own routes failed or was wrong; 2 for bad flags; 130 when
+interrupted.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import torch
 from absl import app, flags
 
 from stream_attention.bench import contenders as contenders_lib
-from stream_attention.bench import flag_types, report
+from stream_attention.bench import flag_types, report, summary
 from stream_attention.bench.cases import FP8, SUITES, DecodeCase, default_suite
 from stream_attention.bench.floor import ReadCurve, measure_read_curve
 from stream_attention.bench.isolate import run_workers
@@ -236,6 +239,8 @@ def run_all(job: Job) -> Run:
         report.print_case(console, result)
         if job.path is not None:
             write_json(run, job.path)
+    if len(run.cases) > 1:
+        summary.print_summary(console, run.cases)
     if job.missing:
         console.print()
         report.print_missing(console, job.missing)

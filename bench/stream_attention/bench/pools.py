@@ -130,7 +130,7 @@ def check_memory(case: DecodeCase, device: torch.device, count: int) -> None:
 
 
 def _largest_capacity(case: DecodeCase, budget: float) -> int:
-    """The most tokens, in whole pages, that table or buffer may hold in a pool of `budget` bytes."""
+    """The most tokens, in whole pages, that table or buffer may hold in `budget` bytes a pool."""
     page = case.page_size * _row_bytes(case) if case.contiguous else 4
     excess = max(0, math.ceil((pool_bytes(case) - budget) / (case.batch * page)))
     return case.max_tokens - excess * case.page_size
