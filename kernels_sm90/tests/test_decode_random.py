@@ -42,7 +42,7 @@ BORDERS = tuple(
     for mark in (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
     for step in (-1, 0, 1)
 )
-# Tokens of all KV heads of a problem, so that a pool stays below half a GiB.
+# Tokens of all KV heads of a problem; pools have at most twice as many slots a layer.
 TOKENS = 160_000
 H200 = DeviceFacts(type="cuda", compute_capability=(9, 0), num_sms=132)
 
@@ -114,9 +114,11 @@ def draw_len(rng: random.Random) -> int:
     return rng.randrange(700 if kind < 0.88 else 5000)
 
 
-def draw_lens(rng: random.Random, heads: int, per_head: bool) -> tuple[tuple[int, ...], ...]:
-    """Tokens a request and KV head; the first request is empty, the second short."""
-    lens = [(0,) * heads, (rng.randrange(1, 18),) * heads]
+def draw_lens(
+    rng: random.Random, heads: int, queries: int, per_head: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Tokens a request and KV head; the first is empty, the second has fewer than queries."""
+    lens = [(0,) * heads, (rng.randrange(1, max(2, queries)),) * heads]
     while len(lens) < REQUESTS:
         same = draw_len(rng)
         lens.append(tuple(draw_len(rng) if per_head else same for _ in range(heads)))
@@ -132,8 +134,8 @@ def make_bank(seed: int, device: Any = "cuda") -> Bank:
     queries = 1 if rng.random() < 0.4 else rng.randint(1, most)
     dtype = torch_dtype(rng.choice(("bfloat16", "bfloat16", "float16")))
     fp8 = serves(kv_dtype=FP8) and rng.random() < 0.25
-    per_head = rng.random() < 0.2
-    lens = draw_lens(rng, heads, per_head)
+    per_head = heads <= 4 and rng.random() < 0.25
+    lens = draw_lens(rng, heads, queries, per_head)
     causal = rng.random() < 0.75
     fill = torch.Generator(device).manual_seed(seed)
 
@@ -142,7 +144,10 @@ def make_bank(seed: int, device: Any = "cuda") -> Bank:
 
     q = (normal(REQUESTS, queries, heads * group, dim) * rng.choice((1.0, 1.0, 4.0))).to(dtype)
     shape = (REQUESTS, max(map(max, lens)), heads, dim)
-    key, value = (normal(*shape).to(torch_dtype(FP8) if fp8 else dtype) for _ in "kv")
+    kv_dtype = torch_dtype(FP8) if fp8 else dtype
+    key = normal(*shape).to(kv_dtype)
+    # A mean makes sums that grow, which show each rounding on the way.
+    value = (normal(*shape) + rng.choice((0.0, 0.0, 3.0))).to(kv_dtype)
     scales: tuple[Any, Any] = (None, None)
     if fp8:
         both = torch.rand(2, rng.choice((1, heads)), generator=fill, device=device) + 0.5
@@ -188,7 +193,11 @@ def draw_picks(rng: random.Random, bank: Bank) -> tuple[int, ...]:
 
 def draw_layout(rng: random.Random, bank: Bank) -> Layout:
     picks, paged = draw_picks(rng, bank), rng.random() < 0.8
-    longest = max(max(bank.lens[n]) for n in picks)
+    longest, heads = max(max(bank.lens[n]) for n in picks), bank.key.shape[2]
+    paged |= len(picks) * (longest + 63) * heads > 2 * TOKENS
+    size = rng.choice(PAGE_SIZES)
+    lists = heads if bank.per_head else 1
+    used = sum(-(-count // size) for n in picks for count in bank.lens[n][:lists])
     spare = rng.choice((0, 0, 1, 3, 40, 300, 4000) if paged else (0, 1, 63))
     lengths = True
     if not paged and not bank.per_head and longest and rng.random() < 0.2:
@@ -198,7 +207,7 @@ def draw_layout(rng: random.Random, bank: Bank) -> Layout:
         picks=picks,
         paged=paged,
         hnd=rng.random() < 0.5,
-        page_size=rng.choice(PAGE_SIZES),
+        page_size=size if used * size * heads <= 2 * TOKENS else 16,
         spare=spare if longest else max(spare, 1),
         pool=rng.choice(("dense", "layer_axis", "interleaved")),
         q_form=rng.choice(("dense", "strided", "transposed")),
