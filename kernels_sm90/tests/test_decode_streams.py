@@ -286,8 +286,10 @@ class Produced:
         cache = self.built.cache
         self.differing = torch.zeros((), dtype=torch.int64, device=DEVICE)
         self.writers, self.expected = [], []
+        generator = torch.Generator(device=DEVICE).manual_seed(seed)
         for state in range(NUM_STATES):
-            q, key = torch.randn_like(self.built.q), torch.randn_like(cache.key)
+            memory = (self.built.q, cache.key)
+            q, key = (torch.empty_like(t).normal_(generator=generator) for t in memory)
             lens = torch.full_like(cache.sequence_lengths, case.max_kv_len - 13 * state)
             self.writers.append((q, key, lens))
             self._write(self.writers[-1], range(3))
@@ -298,6 +300,8 @@ class Produced:
             assert want.out.isfinite().all()
             want.check(self.described.result(), self.described.result_lse(), f"state {state}: ")
             self.expected.append([output.view(torch.uint8).clone() for output in self.outputs])
+            # Equal results could hide that old values were read.
+            assert not state or not torch.equal(self.expected[state][0], self.expected[0][0])
 
     def _write(self, content, order):
         cache = self.built.cache
