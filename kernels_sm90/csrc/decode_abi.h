@@ -17,6 +17,12 @@ enum StreamAttentionDecodeStatus {
   STREAM_ATTENTION_DECODE_MISALIGNED = -105,
 };
 
+// What K and V hold.
+enum StreamAttentionKvDtype {
+  STREAM_ATTENTION_KV_LIKE_Q = 0,
+  STREAM_ATTENTION_KV_FLOAT8_E4M3 = 1,
+};
+
 // Strides count elements of their tensor. Rows (the head_dim axis) are dense and 16-byte aligned.
 struct StreamAttentionDecodeParams {
   const void* q;               // [batch * qo_len, num_qo_heads, head_dim]
@@ -25,19 +31,22 @@ struct StreamAttentionDecodeParams {
   const int32_t* page_table;   // null: contiguous, page b is request b
   const int32_t* kv_lens;      // null: every request holds `capacity` tokens
   const float* attn_sink;      // [num_qo_heads], null: none
+  const float* key_scale;      // of each KV head, null: 1
+  const float* value_scale;
   void* out;                   // [batch * qo_len, num_qo_heads, head_dim], dtype of q
   float* lse;                  // natural log; null: not wanted
-  float* scratch;              // scratch_floats, contents free
-  int32_t* counters;           // num_counters, zero before the first run and after every run
+  float* scratch;              // scratch_floats, all bits set before the first run and after each
   int64_t q_token_stride, q_head_stride;
   int64_t k_page_stride, k_token_stride, k_head_stride;
   int64_t v_page_stride, v_token_stride, v_head_stride;
   int64_t table_batch_stride, table_head_stride;
   int64_t lens_batch_stride, lens_head_stride;
+  int64_t key_scale_stride, value_scale_stride;
   int64_t out_token_stride, out_head_stride;
   int64_t lse_token_stride, lse_head_stride;
   int32_t batch, qo_len, num_kv_heads, group;
   int32_t capacity, page_size, head_dim, dtype;  // dtype: StreamAttentionDtype
+  int32_t kv_dtype;                              // StreamAttentionKvDtype
   int32_t causal, window_left;                   // window_left < 0: none
   float sm_scale, soft_cap;                      // soft_cap <= 0: none
 };
@@ -45,7 +54,6 @@ struct StreamAttentionDecodeParams {
 // How a problem is launched; depends on shapes and the device, never on lengths.
 struct StreamAttentionDecodeGeometry {
   int64_t scratch_floats;
-  int64_t num_counters;
   int32_t grid;             // blocks
   int32_t blocks_per_head;  // blocks that share the tiles of one KV head (and group of rows)
   int32_t row_groups;       // packed query rows are served `rows` at a time
@@ -78,10 +86,12 @@ STREAM_ATTENTION_EXPORT int32_t stream_attention_decode(
 STREAM_ATTENTION_EXPORT void stream_attention_decode_tiles(int32_t kv_len, int32_t qo_len,
                                                            int32_t window_left, int32_t tile_tokens,
                                                            int32_t* first, int32_t* count);
-STREAM_ATTENTION_EXPORT int64_t stream_attention_decode_begin(int64_t total_tiles, int32_t blocks,
+STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_begin(int32_t total_tiles, int32_t blocks,
                                                               int32_t block);
-STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_owner(int64_t total_tiles, int32_t blocks,
-                                                              int64_t tile);
+STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_owner(int32_t total_tiles, int32_t blocks,
+                                                              int32_t tile);
+STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_divide(int32_t n, int32_t divisor);
+STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_slice_log2(int32_t vectors, int32_t parts);
 
 #ifdef __cplusplus
 }  // extern "C"

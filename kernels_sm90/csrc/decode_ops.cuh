@@ -65,6 +65,27 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t word) {
   return result;
 }
 
+__device__ __forceinline__ void copy_async(uint32_t target, const void* source, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+               :
+               : "r"(target), "l"(source), "l"(policy)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, const uint4& words) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(address), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+               : "memory");
+}
+
+// Two e4m3 values, of the low 16 bits, as two halves; exact.
+__device__ __forceinline__ uint32_t widen(uint32_t pair) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+  return halves;
+}
+
 // 16 bytes to shared memory, or 16 zero bytes when `bytes` is 0 (then nothing is read).
 __device__ __forceinline__ void copy_async(uint32_t target, const void* source, int bytes,
                                            uint64_t policy) {
@@ -89,6 +110,15 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// To about 2e-7, relative for small x.
+__device__ __forceinline__ float hyperbolic_tangent(float x) {
+  const float square = x * x;
+  const float series = x * (1.f + square * (-1.f / 3.f + square * (2.f / 15.f)));
+  const float large = 1.f - __fdividef(2.f, 1.f + exp2_fast(2.f * 1.4426950408889634f * x));
+  return square < 0.005f ? series : large;
+}
+
+// The eight lanes that share rows of a transposed product hold its tokens.
 __device__ __forceinline__ float max_over_tokens(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));

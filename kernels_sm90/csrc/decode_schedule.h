@@ -14,6 +14,35 @@
 
 namespace stream_attention {
 
+// n / divisor for 0 <= n < 2^31 by one multiplication. With 2^shift >= divisor > 2^(shift-1) the
+// multiplier ceil(2^(31+shift) / divisor) fits 32 bits and the quotient is exact.
+struct Divider {
+  uint32_t divisor;
+  uint32_t multiplier;
+  uint32_t shift;
+
+  STREAM_ATTENTION_BOTH static Divider of(int divisor) {
+    Divider made{static_cast<uint32_t>(divisor), 0, 0};
+    while ((uint64_t{1} << made.shift) < made.divisor) ++made.shift;
+    if (made.shift > 0) {
+      const uint64_t scaled = uint64_t{1} << (31 + made.shift);
+      made.multiplier = static_cast<uint32_t>((scaled + made.divisor - 1) / made.divisor);
+    }
+    return made;
+  }
+
+  STREAM_ATTENTION_BOTH int operator()(int n) const {
+    if (shift == 0) return n;
+#ifdef __CUDA_ARCH__
+    const uint32_t high = __umulhi(static_cast<uint32_t>(n), multiplier);
+#else
+    const uint64_t product = uint64_t{static_cast<uint32_t>(n)} * multiplier;
+    const uint32_t high = static_cast<uint32_t>(product >> 32);
+#endif
+    return static_cast<int>(high >> (shift - 1));
+  }
+};
+
 // The tiles of one request: [first, first + count) of its own tiles. A request without visible
 // tokens still owns one tile, so that some block writes its empty rows.
 struct RequestTiles {
@@ -22,37 +51,52 @@ struct RequestTiles {
 };
 
 // window_left < 0: no window. The oldest query of the request sits at kv_len - qo_len.
+// tile_tokens: a power of two. kv_len < 2^31 - tile_tokens.
 STREAM_ATTENTION_BOTH RequestTiles request_tiles(int kv_len, int qo_len, int window_left,
                                                  int tile_tokens) {
   int first = 0;
   if (window_left >= 0) {
     const int64_t oldest = static_cast<int64_t>(kv_len) - qo_len - window_left;
-    if (oldest > 0) first = static_cast<int>(oldest / tile_tokens);
+    if (oldest > 0) first = static_cast<int>(oldest) / tile_tokens;
   }
-  const int end = static_cast<int>((static_cast<int64_t>(kv_len) + tile_tokens - 1) / tile_tokens);
-  const int count = end - first;
+  const int count = (kv_len + tile_tokens - 1) / tile_tokens - first;
   return RequestTiles{first, count > 0 ? count : 1};
 }
 
-// Block `block` of `blocks` owns tiles [begin(block), begin(block + 1)) of `total` >= 1 tiles. With
-// fewer tiles than blocks the last blocks own none and the others one each.
+// Block `block` of `blocks` owns tiles [begin(block), begin(block + 1)) of 1 <= `total` < 2^31
+// tiles: `share` each, one more in the first `extra` blocks. With fewer tiles than blocks the last
+// blocks own none and the others one each.
 struct EqualCuts {
-  int64_t total;
   int blocks;
+  int share;
+  int extra;
 
-  STREAM_ATTENTION_BOTH EqualCuts(int64_t total_tiles, int num_blocks)
-      : total(total_tiles),
-        blocks(total_tiles < num_blocks ? static_cast<int>(total_tiles) : num_blocks) {}
+  STREAM_ATTENTION_BOTH EqualCuts(int total, const Divider& num_blocks) {
+    const int most = static_cast<int>(num_blocks.divisor);
+    blocks = total < most ? total : most;
+    share = total < most ? 1 : num_blocks(total);
+    extra = total - share * blocks;
+  }
 
-  STREAM_ATTENTION_BOTH int64_t begin(int block) const {
-    return block >= blocks ? total : total * block / blocks;
+  STREAM_ATTENTION_BOTH int begin(int block) const {
+    const int b = block < blocks ? block : blocks;
+    return b * share + (b < extra ? b : extra);
   }
 
   // The block that owns tile `tile`: the last one that begins at or before it.
-  STREAM_ATTENTION_BOTH int owner(int64_t tile) const {
-    return static_cast<int>(((tile + 1) * blocks - 1) / total);
+  STREAM_ATTENTION_BOTH int owner(int tile) const {
+    const int longer = extra * (share + 1);
+    return tile < longer ? tile / (share + 1) : extra + (tile - longer) / share;
   }
 };
+
+// A request that `parts` blocks share is merged by the same blocks: each takes a slice of
+// 2^log2_size of its `vectors` vectors; slice j goes to the j-th of the blocks.
+STREAM_ATTENTION_BOTH int slice_log2(int vectors, int parts) {
+  int log2_size = 0;
+  while ((parts << log2_size) < vectors) ++log2_size;
+  return log2_size;
+}
 
 }  // namespace stream_attention
 

@@ -53,6 +53,9 @@ def problem(**changes):
         {"page_size": 3, "layout": "HND", "per_head_lists": True},
         {"window_left": 0, "logits_soft_cap": 3.0, "has_sink": True, "return_lse": True},
         {"causal": False},
+        *({"head_dim_qk": dim, "head_dim_vo": dim} for dim in decode.HEAD_DIMS),
+        {"kv_dtype": "float8_e4m3fn", "kv_scales": "tensor"},
+        {"kv_dtype": "float8_e4m3fn", "kv_scales": "head", "head_dim_qk": 80, "head_dim_vo": 80},
     ],
 )
 def test_serves(changes):
@@ -60,22 +63,24 @@ def test_serves(changes):
 
 
 FP32 = {"q_dtype": "float32", "kv_dtype": "float32", "out_dtype": "float32"}
-FP8 = {"kv_dtype": "float8_e4m3fn"}
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (FP32, "dtypes (q, kv, out)=('float32', 'float32', 'float32'): must be one of"),
-        (FP8, "dtypes"),
+        (FP32, "dtypes (q, kv, out)=('float32', 'float32', 'float32'): q and out must be one of"),
         ({"out_dtype": "float32"}, "dtypes"),
-        ({"head_dim_qk": 96, "head_dim_vo": 96}, "head_dim (qk, vo)=(96, 96): must be equal and"),
+        ({"head_dim_qk": 88, "head_dim_vo": 88}, "head_dim (qk, vo)=(88, 88): must be equal and"),
         ({"head_dim_vo": 64}, "head_dim (qk, vo)=(128, 64)"),
         ({"total_qo_len": 5, "max_qo_len": 2}, "qo_indptr: every request must have the same"),
         ({"total_qo_len": 68, "max_qo_len": 17}, "max_qo_len=17: queries times group size 4"),
         ({"batch_invariant": True}, "batch_invariant=True"),
         ({"causal": False, "window_right": 3}, "window_right=3"),
         ({"kv_capacity": (1 << 31) - 1}, "kv_capacity=2147483647: must be at most 2147479551"),
+        (
+            {"batch": 1 << 16, "total_qo_len": 1 << 16, "kv_capacity": (1 << 20) + 1},
+            "batch * kv_capacity=68719542272: must be at most 68719476736",
+        ),
         ({"kv_capacity": 0}, "(batch, total_qo_len, kv_capacity)=(4, 4, 0): each must be at least"),
         ({"mask": "bool"}, "differentiable or mask"),
     ],
@@ -123,7 +128,10 @@ def test_is_registered_beside_the_merge():
         ({"num_qo_heads": 16, "num_kv_heads": 2}, 132, 64, 1),
         ({"num_qo_heads": 3, "num_kv_heads": 3}, 132, 42, 1),
         ({"num_qo_heads": 256, "num_kv_heads": 256}, 132, 1, 1),
-        ({"total_qo_len": 20, "max_qo_len": 5}, 132, 8, 2),
+        ({"total_qo_len": 20, "max_qo_len": 5}, 132, 16, 1),
+        ({"total_qo_len": 32, "max_qo_len": 8}, 132, 16, 1),
+        ({"total_qo_len": 64, "max_qo_len": 16}, 132, 8, 2),
+        ({"total_qo_len": 20, "max_qo_len": 5, "kv_dtype": "float8_e4m3fn"}, 132, 8, 2),
     ],
 )
 def test_geometry_shares_the_device_between_heads(changes, num_sms, blocks_per_head, row_groups):
@@ -132,8 +140,8 @@ def test_geometry_shares_the_device_between_heads(changes, num_sms, blocks_per_h
     heads = asked.num_kv_heads * row_groups
     assert (form.blocks_per_head, form.row_groups) == (blocks_per_head, row_groups)
     assert form.grid == blocks_per_head * heads
-    assert form.num_counters == asked.batch * heads
-    assert form.scratch_floats == 2 * form.grid * form.rows * (asked.head_dim_vo + 2)
+    items = -(-2 * (form.rows * asked.head_dim_vo // 4 + blocks_per_head) // 4) * 4  # of a region
+    assert form.scratch_floats == (2 * form.grid * 6 * items if blocks_per_head > 1 else 0)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +152,9 @@ def test_geometry_shares_the_device_between_heads(changes, num_sms, blocks_per_h
         ("qo_len", 17, "at most 64"),
         ("capacity", -1, "capacity"),
         ("capacity", (1 << 31) - 1, "capacity"),
-        ("head_dim", 96, "head_dim: must be 64 or 128"),
+        ("head_dim", 88, "head_dim: must be 64, 80, 96, 128, 192 or 256"),
         ("dtype", 0, "dtype: must be 1"),
+        ("kv_dtype", 2, "kv_dtype: 0"),
     ],
 )
 def test_the_library_refuses_bad_params_itself(field, value, words):
@@ -163,8 +172,20 @@ def test_the_library_refuses_missing_and_misaligned_memory():
     prepare = decode.functions().stream_attention_decode_prepare
     with pytest.raises(NativeLaunchError, match="pointer is null"):
         decode.check("prepare", prepare(params, 132))
-    for name in ("q", "key", "value", "out", "scratch", "counters"):
+    for name in ("q", "key", "value", "out", "scratch"):
         setattr(params, name, 1 << 20)
-    params.key = (1 << 20) + 8
-    with pytest.raises(NativeLaunchError, match="aligned to 16 bytes"):
-        decode.check("prepare", prepare(params, 132))
+    for name, offset in (("key", 8), ("scratch", 16), ("out", 4)):
+        setattr(params, name, (1 << 20) + offset)
+        with pytest.raises(NativeLaunchError, match="aligned to 16 bytes, out to 8, scratch to 32"):
+            decode.check("prepare", prepare(params, 132))
+        setattr(params, name, 1 << 20)
+
+
+def test_the_library_refuses_more_tiles_than_it_counts():
+    params = decode.shape_params(problem(batch=1 << 16, total_qo_len=1 << 16))
+    params.capacity = 1 << 24
+    status = decode.functions().stream_attention_decode_geometry(
+        params, 132, decode.DecodeGeometry()
+    )
+    with pytest.raises(NativeLaunchError, match="tiles of the batch: below"):
+        decode.check("stream_attention_decode_geometry", status)

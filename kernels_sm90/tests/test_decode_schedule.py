@@ -43,7 +43,7 @@ def test_cuts_partition_the_tiles_into_equal_shares(library):
             assert edges[block] <= tile < edges[block + 1]
 
 
-@pytest.mark.parametrize("total", [(1 << 31) - 1, 1 << 31, (1 << 40) + 7])
+@pytest.mark.parametrize("total", [(1 << 31) - 1, 1 << 30, (1 << 31) - 128])
 def test_cuts_of_huge_totals_do_not_overflow(library, total):
     for blocks in (1, 127, 128):
         edges = [library.stream_attention_decode_begin(total, blocks, b) for b in range(blocks + 1)]
@@ -52,6 +52,26 @@ def test_cuts_of_huge_totals_do_not_overflow(library, total):
         for tile in (0, total // 3, total - 1):
             block = library.stream_attention_decode_owner(total, blocks, tile)
             assert edges[block] <= tile < edges[block + 1]
+
+
+def test_division_by_multiplication_is_exact(library):
+    divide = library.stream_attention_decode_divide
+    rng = random.Random(1)
+    divisors = [*range(1, 300), 4096, 65535, 65536, 65537, (1 << 30) - 1, 1 << 30, (1 << 31) - 1]
+    for divisor in divisors:
+        around = [k * divisor + d for k in (1, 2, 3, rng.randrange(1 << 16)) for d in (-1, 0, 1)]
+        last = ((1 << 31) - 1) // divisor * divisor
+        for n in (0, 1, *around, last - 1, last, (1 << 31) - 1, rng.randrange(1 << 31)):
+            if 0 <= n < 1 << 31:
+                assert divide(n, divisor) == n // divisor, (n, divisor)
+
+
+def test_slices_cover_the_vectors_and_fit_their_regions(library):
+    for vectors, parts in itertools.product(range(1, 1025), (2, 3, 5, 16, 42, 63, 64, 127, 128)):
+        size = 1 << library.stream_attention_decode_slice_log2(vectors, parts)
+        assert size * parts >= vectors  # every vector has a block that merges it
+        assert size == 1 or size // 2 * parts < vectors
+        assert size * parts <= 2 * (vectors + parts)  # items that a region holds
 
 
 def test_tiles_cover_what_the_queries_can_see(library):

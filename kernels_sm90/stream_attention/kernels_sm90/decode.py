@@ -24,10 +24,12 @@ from stream_attention.kernels_sm90.capabilities import device_reason
 from stream_attention.kernels_sm90.library import LIBRARY
 
 ROUTE = "sm90_decode"
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 MAX_ROWS = 64
 MAX_CAPACITY = (1 << 31) - 4097
+MAX_TOKENS = 1 << 36  # of a batch at capacity: its tiles of 64 tokens and more are counted in int32
 
 
 class DecodeParams(ctypes.Structure):
@@ -35,17 +37,19 @@ class DecodeParams(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "key", "value", "page_table", "kv_lens")),
-        *((name, ctypes.c_void_p) for name in ("attn_sink", "out", "lse", "scratch", "counters")),
+        *((name, ctypes.c_void_p) for name in ("attn_sink", "key_scale", "value_scale")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "scratch")),
         *((name, ctypes.c_int64) for name in ("q_token_stride", "q_head_stride")),
         *((f"k_{axis}_stride", ctypes.c_int64) for axis in ("page", "token", "head")),
         *((f"v_{axis}_stride", ctypes.c_int64) for axis in ("page", "token", "head")),
         *((name, ctypes.c_int64) for name in ("table_batch_stride", "table_head_stride")),
         *((name, ctypes.c_int64) for name in ("lens_batch_stride", "lens_head_stride")),
+        *((name, ctypes.c_int64) for name in ("key_scale_stride", "value_scale_stride")),
         *((name, ctypes.c_int64) for name in ("out_token_stride", "out_head_stride")),
         *((name, ctypes.c_int64) for name in ("lse_token_stride", "lse_head_stride")),
         *((name, ctypes.c_int32) for name in ("batch", "qo_len", "num_kv_heads", "group")),
         *((name, ctypes.c_int32) for name in ("capacity", "page_size", "head_dim", "dtype")),
-        *((name, ctypes.c_int32) for name in ("causal", "window_left")),
+        *((name, ctypes.c_int32) for name in ("kv_dtype", "causal", "window_left")),
         *((name, ctypes.c_float) for name in ("sm_scale", "soft_cap")),
     ]
 
@@ -55,7 +59,6 @@ class DecodeGeometry(ctypes.Structure):
 
     _fields_ = [
         ("scratch_floats", ctypes.c_int64),
-        ("num_counters", ctypes.c_int64),
         ("grid", ctypes.c_int32),
         ("blocks_per_head", ctypes.c_int32),
         ("row_groups", ctypes.c_int32),
@@ -82,8 +85,10 @@ def functions(library: NativeLibrary = LIBRARY) -> Any:
         ("geometry", (params, int32, geometry), int32),
         ("prepare", (params, int32), int32),
         ("tiles", (int32, int32, int32, int32, ctypes.c_void_p, ctypes.c_void_p), None),
-        ("begin", (int64, int32, int32), int64),
-        ("owner", (int64, int32, int64), int32),
+        ("begin", (int32, int32, int32), int32),
+        ("owner", (int32, int32, int32), int32),
+        ("divide", (int32, int32), int32),
+        ("slice_log2", (int32, int32), int32),
     ):
         function = getattr(handle, f"stream_attention_decode_{name}")
         function.argtypes, function.restype = arguments, result
@@ -106,6 +111,7 @@ def shape_params(problem: AttentionProblem) -> DecodeParams:
     params.num_kv_heads, params.group = problem.num_kv_heads, problem.gqa_group_size
     params.capacity, params.page_size = problem.kv_capacity, problem.page_size
     params.head_dim, params.dtype = problem.head_dim_qk, DTYPE_CODES[problem.q_dtype]
+    params.kv_dtype = int(problem.kv_dtype != problem.q_dtype)
     params.causal = int(problem.causal)
     window = problem.window_left
     params.window_left = -1 if window is None else min(window, (1 << 31) - 1)
@@ -130,9 +136,12 @@ class DecodeLaunch:
         self._function = functions().stream_attention_decode
         self._num_sms, self._index = device.num_sms, device.index
         form = geometry(problem, device.num_sms)
-        place = bound.q.device
-        self._scratch = torch.empty(form.scratch_floats, dtype=torch.float32, device=place)
-        self._counters = torch.zeros(form.num_counters, dtype=torch.int32, device=place)
+        self._scratch = torch.full(
+            (form.scratch_floats,), -1, dtype=torch.int32, device=bound.q.device
+        )
+        # The launch may come on another stream than the one that fills.
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(device.index).synchronize()
         self._params = shape_params(problem)
         self._reference = ctypes.byref(self._params)
         self.rebind(bound)
@@ -141,7 +150,7 @@ class DecodeLaunch:
             backend="cuda",
             arch="sm_90a",
             splits=form.blocks_per_head,
-            workspace_bytes=4 * (form.scratch_floats + form.num_counters),
+            workspace_bytes=4 * form.scratch_floats,
             launches=(
                 LaunchSpec("decode_kernel", (form.grid, 1, 1), form.threads, form.shared_bytes),
             ),
@@ -158,10 +167,11 @@ class DecodeLaunch:
             "page_table": kv.page_table,
             "kv_lens": kv.kv_lens,
             "attn_sink": bound.attn_sink,
+            "key_scale": kv.key_scale,
+            "value_scale": kv.value_scale,
             "out": bound.out,
             "lse": bound.lse,
             "scratch": self._scratch,
-            "counters": self._counters,
         }
         for name, tensor in tensors.items():
             setattr(params, name, None if tensor is None else tensor.data_ptr())
@@ -172,6 +182,9 @@ class DecodeLaunch:
             params.table_batch_stride, params.table_head_stride = kv.page_table.stride()[:2]
         if kv.kv_lens is not None:
             params.lens_batch_stride, params.lens_head_stride = kv.kv_lens.stride()
+        for name, scale in (("key", kv.key_scale), ("value", kv.value_scale)):
+            if scale is not None:
+                setattr(params, f"{name}_scale_stride", scale.stride(0))
         params.out_token_stride, params.out_head_stride = bound.out.stride()[:2]
         if bound.lse is not None:
             params.lse_token_stride, params.lse_head_stride = bound.lse.stride()
@@ -192,8 +205,8 @@ class DecodeLaunch:
             check("stream_attention_decode", status)
 
     def reset(self) -> None:
-        """Zero the counters, which an aborted launch may have left at work."""
-        self._counters.zero_()
+        """Empty the workspace, in which an aborted launch may have left partial states."""
+        self._scratch.fill_(-1)
 
 
 def _library_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
@@ -211,10 +224,14 @@ def _serving_reason(problem: AttentionProblem, device: DeviceFacts) -> str | Non
 
 
 def _dtype_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
-    named = (problem.q_dtype, problem.kv_dtype, problem.out_dtype)
-    if problem.q_dtype in DTYPES and len(set(named)) == 1:
+    queries, tokens = (problem.q_dtype, problem.out_dtype), problem.kv_dtype
+    alike = queries[0] in DTYPES and queries[0] == queries[1]
+    if alike and tokens in (queries[0], KV_DTYPES[-1]):
         return None
-    return f"dtypes (q, kv, out)={named}: must be one of {DTYPES} alike; use 'bfloat16'"
+    return (
+        f"dtypes (q, kv, out)={(queries[0], tokens, queries[1])}: q and out must be one of "
+        f"{DTYPES} alike, kv the same or {KV_DTYPES[-1]!r}; use 'bfloat16'"
+    )
 
 
 def _head_dim_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
@@ -251,9 +268,14 @@ def _size_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
 
 
 def _capacity_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
-    if problem.kv_capacity <= MAX_CAPACITY:
-        return None
-    return f"kv_capacity={problem.kv_capacity}: must be at most {MAX_CAPACITY}; use {MAX_CAPACITY}"
+    if problem.kv_capacity > MAX_CAPACITY:
+        return (
+            f"kv_capacity={problem.kv_capacity}: must be at most {MAX_CAPACITY}; use {MAX_CAPACITY}"
+        )
+    tokens = problem.batch * problem.kv_capacity
+    if tokens > MAX_TOKENS:
+        return f"batch * kv_capacity={tokens}: must be at most {MAX_TOKENS}; use {MAX_TOKENS}"
+    return None
 
 
 RULES = (
@@ -272,11 +294,13 @@ RULES = (
 def estimate_us(problem: AttentionProblem, device: DeviceFacts) -> float:
     """Launch, tail and merge, and the K/V bytes at what the kernel reaches on an H200.
 
-    Rows beyond the sixteen of a block read K and V again.
+    Rows beyond those that a block takes read K and V again, from L2.
     """
     kv_bytes = problem.batch * problem.kv_capacity * problem.kv_token_bytes
-    passes = -(-problem.max_qo_len * problem.gqa_group_size // 16)
-    return 6.0 + passes * kv_bytes / 4.2e6
+    dim, rows = problem.head_dim_qk, problem.max_qo_len * problem.gqa_group_size
+    widened = problem.kv_dtype == KV_DTYPES[-1]
+    together = 8 if dim > 192 else 16 if widened or dim > 128 else 32
+    return 6.0 + -(-rows // together) * kv_bytes / 4.4e6
 
 
 def build(

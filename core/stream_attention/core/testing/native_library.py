@@ -130,6 +130,19 @@ def instructions(library: NativeLibrary) -> set[str]:
     return set(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", listed, re.M))
 
 
+def illegal_descriptors(library: NativeLibrary) -> set[str]:
+    """Kernels with a memory descriptor in an odd uniform register.
+
+    A descriptor is a pair that begins at an even one; ptxas 13.0 was seen to name `UR1`, which is
+    an illegal instruction when it runs.
+    """
+    kernels = set()
+    for section in _cuobjdump(library, "-sass").split("Function : ")[1:]:
+        if re.search(r"desc\[UR\d*[13579]\]", section):
+            kernels.add(section.split("\n", 1)[0].strip())
+    return kernels
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A merge as the geometry sees it: dense parts `[num_states, rows, row_stride]` at `base`."""

@@ -18,6 +18,7 @@ from stream_attention.core.registry import MergeProblem, Registry
 from stream_attention.core.testing.native_library import (
     Shape,
     embedded_code,
+    illegal_descriptors,
     instructions,
     library_file,
     require,
@@ -89,6 +90,9 @@ class LibrarySuite:
         found = instructions(library)
         assert found >= self.instructions
         assert not {name for name in found if name.startswith(("LDL", "STL"))}
+
+    def test_machine_code_names_no_illegal_descriptor(self, library):
+        assert illegal_descriptors(library) == set()
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="would launch on made-up addresses")
     @pytest.mark.parametrize("function", ["prepare", "launch"])

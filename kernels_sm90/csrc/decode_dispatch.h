@@ -1,0 +1,25 @@
+// How decode.cu reaches the translation units that hold the kernels.
+#ifndef STREAM_ATTENTION_DECODE_DISPATCH_H_
+#define STREAM_ATTENTION_DECODE_DISPATCH_H_
+
+#include "decode_abi.h"
+
+namespace stream_attention {
+
+enum class DecodeAction { kGeometry, kPrepare, kLaunch };
+
+struct DecodeCall {
+  DecodeAction action;
+  const StreamAttentionDecodeParams* params;
+  int num_sms;
+  StreamAttentionDecodeGeometry* geometry;  // of kGeometry
+  void* stream;                             // of kLaunch
+};
+
+// By the dtype of q. Results as in decode_abi.h.
+int decode_bfloat16(const DecodeCall& call);
+int decode_float16(const DecodeCall& call);
+
+}  // namespace stream_attention
+
+#endif  // STREAM_ATTENTION_DECODE_DISPATCH_H_

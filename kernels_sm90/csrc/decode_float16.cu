@@ -1,0 +1,7 @@
+#include "decode_instances.cuh"
+
+namespace stream_attention {
+
+int decode_float16(const DecodeCall& call) { return decode_call<__half>(call); }
+
+}  // namespace stream_attention

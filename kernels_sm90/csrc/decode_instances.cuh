@@ -1,0 +1,182 @@
+// Every instance of the decode kernel for one dtype of q: the choice among them, their geometry and
+// launch. Each dtype is a translation unit of its own (decode_bfloat16.cu, decode_float16.cu).
+#ifndef STREAM_ATTENTION_DECODE_INSTANCES_CUH_
+#define STREAM_ATTENTION_DECODE_INSTANCES_CUH_
+
+#include "decode_dispatch.h"
+#include "decode_kernel.cuh"
+
+namespace stream_attention {
+namespace {
+
+// A grid that is a multiple of 16 fills every GPC evenly: on an H200 128 blocks beat 132 by 1-3 %.
+constexpr int kMostBlocks = 128;
+
+template <class T, class E, int kHeadDim, int kRows, bool kWholePages>
+struct Instance {
+  using Shape = DecodeShape<kHeadDim, kRows, sizeof(E)>;
+  static constexpr auto kKernel = decode_kernel<T, E, kHeadDim, kRows, kWholePages>;
+};
+
+int rows_of(const StreamAttentionDecodeParams& p) { return p.qo_len * p.group; }
+
+// Pages of whole sixteens of tokens need one page id for sixteen rows. Contiguous caches are pages
+// that no request leaves.
+template <class T, class E, int kHeadDim, int kRows, class Use>
+int with_pages(const StreamAttentionDecodeParams& p, Use&& use) {
+  return p.page_table == nullptr || p.page_size % 16 == 0
+             ? use(Instance<T, E, kHeadDim, kRows, true>{})
+             : use(Instance<T, E, kHeadDim, kRows, false>{});
+}
+
+// More rows than an instance takes are served by neighbouring blocks, which share L2.
+template <class T, class E, int kHeadDim, class Use>
+int with_rows(const StreamAttentionDecodeParams& p, Use&& use) {
+  const int rows = rows_of(p);
+  constexpr int kMany = kHeadDim > 192 ? 8 : 16;  // registers for sixteen rows of 256 are too few
+  if (rows <= 8) return with_pages<T, E, kHeadDim, 8>(p, use);
+  if constexpr (kHeadDim <= 128 && sizeof(E) > 1) {
+    if (rows > 16 && rows <= 24) return with_pages<T, E, kHeadDim, 24>(p, use);
+    if (rows > 24) return with_pages<T, E, kHeadDim, 32>(p, use);
+  }
+  return with_pages<T, E, kHeadDim, kMany>(p, use);
+}
+
+template <class T, int kHeadDim, class Use>
+int with_kv_dtype(const StreamAttentionDecodeParams& p, Use&& use) {
+  switch (p.kv_dtype) {
+    case STREAM_ATTENTION_KV_LIKE_Q: return with_rows<T, T, kHeadDim>(p, use);
+    case STREAM_ATTENTION_KV_FLOAT8_E4M3: return with_rows<T, uint8_t, kHeadDim>(p, use);
+    default: return STREAM_ATTENTION_DECODE_BAD_DTYPE;
+  }
+}
+
+template <class T, class Use>
+int with_head_dim(const StreamAttentionDecodeParams& p, Use&& use) {
+  switch (p.head_dim) {
+    case 64: return with_kv_dtype<T, 64>(p, use);
+    case 80: return with_kv_dtype<T, 80>(p, use);
+    case 96: return with_kv_dtype<T, 96>(p, use);
+    case 128: return with_kv_dtype<T, 128>(p, use);
+    case 192: return with_kv_dtype<T, 192>(p, use);
+    case 256: return with_kv_dtype<T, 256>(p, use);
+    default: return STREAM_ATTENTION_DECODE_BAD_HEAD_DIM;
+  }
+}
+
+// The tiles of one KV head must number less than 2^31.
+template <class Chosen>
+bool countable(const StreamAttentionDecodeParams& p) {
+  const int64_t tiles = (int64_t{p.capacity} + Chosen::Shape::kTile - 1) / Chosen::Shape::kTile;
+  return p.batch * (tiles > 1 ? tiles : 1) <= INT32_MAX;
+}
+
+template <class Chosen>
+StreamAttentionDecodeGeometry geometry_of(const StreamAttentionDecodeParams& p, int num_sms) {
+  using Shape = typename Chosen::Shape;
+  StreamAttentionDecodeGeometry g = {};
+  g.rows = Shape::N;
+  g.row_groups = (rows_of(p) + Shape::N - 1) / Shape::N;
+  const int heads = p.num_kv_heads * g.row_groups;
+  const int most = num_sms < kMostBlocks ? num_sms : kMostBlocks;
+  g.blocks_per_head = most / heads > 0 ? most / heads : 1;
+  g.grid = g.blocks_per_head * heads;
+  g.tile_tokens = Shape::kTile;
+  g.threads = Shape::kThreads;
+  g.shared_bytes = Shape::kSharedBytes;
+  g.stages = Shape::kStages;
+  if (g.blocks_per_head > 1) {
+    g.scratch_floats = 2 * g.grid * region_floats(Shape::N * Shape::D / 4, g.blocks_per_head);
+  }
+  return g;
+}
+
+template <class Chosen>
+DecodeLaunch launch_of(const StreamAttentionDecodeParams& p,
+                       const StreamAttentionDecodeGeometry& g) {
+  DecodeLaunch launch;
+  launch.p = p;
+  launch.page = Divider::of(p.page_size);
+  launch.group = Divider::of(p.group);
+  launch.blocks = Divider::of(g.blocks_per_head);
+  launch.heads = p.num_kv_heads * g.row_groups;
+  launch.row_groups = g.row_groups;
+  launch.rows_total = rows_of(p);
+  const bool capped = p.soft_cap > 0.f;
+  launch.scale = capped ? p.sm_scale / p.soft_cap : p.sm_scale * kLog2E;
+  launch.cap = capped ? p.soft_cap * kLog2E : 0.f;
+  return launch;
+}
+
+bool aligned(const void* pointer, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+int check_pointers(const StreamAttentionDecodeParams& p,
+                   const StreamAttentionDecodeGeometry& g) {
+  if (!p.q || !p.key || !p.value || !p.out || (g.scratch_floats > 0 && !p.scratch)) {
+    return STREAM_ATTENTION_DECODE_NULL_POINTER;
+  }
+  const bool fits = aligned(p.q, 16) && aligned(p.key, 16) && aligned(p.value, 16) &&
+                    aligned(p.out, 8) && aligned(p.scratch, 32);
+  if (!fits) return STREAM_ATTENTION_DECODE_MISALIGNED;
+  return STREAM_ATTENTION_OK;
+}
+
+int finish_call(cudaError_t error) {
+  // A refused call must not show up again as the error of some later one.
+  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
+  return static_cast<int>(error);
+}
+
+template <class Chosen>
+int prepare(const DecodeCall& call) {
+  const int fault = check_pointers(*call.params, geometry_of<Chosen>(*call.params, call.num_sms));
+  if (fault != STREAM_ATTENTION_OK) return fault;
+  return finish_call(cudaFuncSetAttribute(Chosen::kKernel,
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          Chosen::Shape::kSharedBytes));
+}
+
+template <class Chosen>
+int launch(const DecodeCall& call) {
+  const StreamAttentionDecodeParams& p = *call.params;
+  const StreamAttentionDecodeGeometry g = geometry_of<Chosen>(p, call.num_sms);
+  const DecodeLaunch launch = launch_of<Chosen>(p, g);
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(g.grid);
+  config.blockDim = dim3(g.threads);
+  config.dynamicSmemBytes = g.shared_bytes;
+  config.stream = static_cast<cudaStream_t>(call.stream);
+  config.attrs = attributes;
+  attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  if (g.blocks_per_head > 1) {  // blocks wait for one another
+    attributes[config.numAttrs].id = cudaLaunchAttributeCooperative;
+    attributes[config.numAttrs++].val.cooperative = 1;
+  }
+  return finish_call(cudaLaunchKernelEx(&config, Chosen::kKernel, launch));
+}
+
+template <class T>
+int decode_call(const DecodeCall& call) {
+  return with_head_dim<T>(*call.params, [&](auto chosen) {
+    using Chosen = decltype(chosen);
+    switch (call.action) {
+      case DecodeAction::kGeometry:
+        if (!countable<Chosen>(*call.params)) {
+          return static_cast<int>(STREAM_ATTENTION_DECODE_BAD_SHAPE);
+        }
+        *call.geometry = geometry_of<Chosen>(*call.params, call.num_sms);
+        return static_cast<int>(STREAM_ATTENTION_OK);
+      case DecodeAction::kPrepare: return prepare<Chosen>(call);
+      default: return launch<Chosen>(call);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace stream_attention
+
+#endif  // STREAM_ATTENTION_DECODE_INSTANCES_CUH_
