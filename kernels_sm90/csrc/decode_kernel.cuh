@@ -148,13 +148,15 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
 #pragma unroll
       for (int i = 0; i < kQueryTurns; ++i) {
         const int index = threadIdx.x + i * Shape::kThreads;
+        if (N * D / 8 % Shape::kThreads != 0 && index >= N * D / 8) break;
         store_shared(queries + Shape::Query::offset(index / (D / 8), index % (D / 8)), staged[i]);
       }
     }
   }
 
-  // fp8 K meets q in fp16. A row of bf16 is brought to [1, 2) by a power of two first: what then
-  // falls below the fp16 range is below the rounding of the products' sum.
+  // fp8 K meets q in fp16. A row of bf16 is divided by a power of two first, so that its largest
+  // element lies in [2^14, 2^15): what is 2^-31 of that or more is exact, what is less is rounded to
+  // multiples of 2^-38 of it.
   __device__ __forceinline__ void prepare_query() {
     if constexpr (kFp8) {
       const float key_scale =
@@ -186,8 +188,8 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
     }
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-    const uint32_t exponent = min(max(__float_as_uint(top) >> 23, 2u), 252u);
-    const float inverse = __uint_as_float((254u - exponent) << 23);
+    const uint32_t exponent = min(max(__float_as_uint(top) >> 23, 15u), 254u);
+    const float inverse = __uint_as_float((268u - exponent) << 23);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
 #pragma unroll
@@ -196,7 +198,7 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
                                          __uint_as_float(words[k][i] & 0xffff0000u) * inverse);
       }
     }
-    return __uint_as_float(exponent << 23);
+    return __uint_as_float((exponent - 14u) << 23);
   }
 
   __device__ __forceinline__ void start_state() {

@@ -110,7 +110,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// To about 2e-7, relative for small x.
+// To 3e-7.
 __device__ __forceinline__ float hyperbolic_tangent(float x) {
   const float square = x * x;
   const float series = x * (1.f + square * (-1.f / 3.f + square * (2.f / 15.f)));

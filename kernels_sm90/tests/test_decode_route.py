@@ -83,6 +83,9 @@ FP32 = {"q_dtype": "float32", "kv_dtype": "float32", "out_dtype": "float32"}
         ),
         ({"kv_capacity": 0}, "(batch, total_qo_len, kv_capacity)=(4, 4, 0): each must be at least"),
         ({"mask": "bool"}, "differentiable or mask"),
+        ({"sm_scale": 3e38}, "(sm_scale, logits_soft_cap)=(3e+38, None): the scale times"),
+        ({"logits_soft_cap": 3e38}, "(sm_scale, logits_soft_cap)=(0.1, 3e+38)"),
+        ({"sm_scale": 10.0, "logits_soft_cap": 1.2e-38}, "(sm_scale, logits_soft_cap)"),
     ],
 )
 def test_refuses_with_the_reason(changes, words):
@@ -189,3 +192,9 @@ def test_the_library_refuses_more_tiles_than_it_counts():
     )
     with pytest.raises(NativeLaunchError, match="tiles of the batch: below"):
         decode.check("stream_attention_decode_geometry", status)
+
+
+def test_strides_of_single_elements_count_as_nothing():
+    key = torch.zeros(2, 3, 128, 1).transpose(2, 3)
+    assert key.stride() == (384, 128, 1, 1)
+    assert decode._strides(key) == [384, 128, 0, 1]

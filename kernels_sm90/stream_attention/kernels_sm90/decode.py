@@ -28,6 +28,8 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 MAX_ROWS = 64
+MAX_FACTOR = 1e30
+LOG2E = 1.4426950408889634
 MAX_CAPACITY = (1 << 31) - 4097
 MAX_TOKENS = 1 << 36  # of a batch at capacity: its tiles of 64 tokens and more are counted in int32
 
@@ -129,6 +131,14 @@ def geometry(problem: AttentionProblem, num_sms: int) -> DecodeGeometry:
     return result
 
 
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """Strides in elements, 0 for an axis of one element: what it says there keeps no alignment."""
+    return [
+        stride if size > 1 else 0
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+
+
 class DecodeLaunch:
     """A built plan of the route. See `stream_attention.core.launch.Launch`."""
 
@@ -139,8 +149,9 @@ class DecodeLaunch:
         self._scratch = torch.full(
             (form.scratch_floats,), -1, dtype=torch.int32, device=bound.q.device
         )
-        # The launch may come on another stream than the one that fills.
-        if not torch.cuda.is_current_stream_capturing():
+        # A fill that is captured has not happened before the first replay.
+        self._filled = not torch.cuda.is_current_stream_capturing()
+        if self._filled:  # the launch may come on another stream than this
             torch.cuda.current_stream(device.index).synchronize()
         self._params = shape_params(problem)
         self._reference = ctypes.byref(self._params)
@@ -175,9 +186,9 @@ class DecodeLaunch:
         }
         for name, tensor in tensors.items():
             setattr(params, name, None if tensor is None else tensor.data_ptr())
-        params.q_token_stride, params.q_head_stride = bound.q.stride()[:2]
-        params.k_page_stride, params.k_token_stride, params.k_head_stride = kv.key.stride()[:3]
-        params.v_page_stride, params.v_token_stride, params.v_head_stride = kv.value.stride()[:3]
+        params.q_token_stride, params.q_head_stride = _strides(bound.q)[:2]
+        params.k_page_stride, params.k_token_stride, params.k_head_stride = _strides(kv.key)[:3]
+        params.v_page_stride, params.v_token_stride, params.v_head_stride = _strides(kv.value)[:3]
         if kv.page_table is not None:
             params.table_batch_stride, params.table_head_stride = kv.page_table.stride()[:2]
         if kv.kv_lens is not None:
@@ -199,14 +210,23 @@ class DecodeLaunch:
 
     def run(self) -> None:
         """Enqueue on the current stream: one launch."""
+        if not self._filled and not torch.cuda.is_current_stream_capturing():
+            self.reset()
+            self._filled = True
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         status = self._function(self._reference, self._num_sms, stream)
         if status != 0:
             check("stream_attention_decode", status)
 
     def reset(self) -> None:
-        """Empty the workspace, in which an aborted launch may have left partial states."""
+        """Empty the workspace, in which an aborted launch may have left partial states.
+
+        Waits for the current stream, since the next run may be on another one. During a capture the
+        fill is captured, and takes place at every replay.
+        """
         self._scratch.fill_(-1)
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self._index).synchronize()
 
 
 def _library_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
@@ -221,6 +241,18 @@ def _serving_reason(problem: AttentionProblem, device: DeviceFacts) -> str | Non
             "batch_invariant=True: cuts follow the lengths of the batch; use batch_invariant=False"
         )
     return None
+
+
+def _scale_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
+    """Scores are scaled in fp32 and in powers of two."""
+    cap = problem.logits_soft_cap
+    factors = (problem.sm_scale / cap, cap * LOG2E) if cap else (problem.sm_scale * LOG2E,)
+    if all(abs(factor) < MAX_FACTOR for factor in factors):
+        return None
+    return (
+        f"(sm_scale, logits_soft_cap)={(problem.sm_scale, cap)}: the scale times log2(e), or by a "
+        f"cap the quotient and the cap times log2(e), must be below {MAX_FACTOR:g}"
+    )
 
 
 def _dtype_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
@@ -282,6 +314,7 @@ RULES = (
     CapabilityRule("device", lambda problem, device: device_reason(device)),
     CapabilityRule("library", _library_reason),
     CapabilityRule("serving", _serving_reason),
+    CapabilityRule("scale", _scale_reason),
     CapabilityRule("dtype", _dtype_reason),
     CapabilityRule("head_dim", _head_dim_reason),
     CapabilityRule("rows", _rows_reason),
