@@ -148,15 +148,16 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
 #pragma unroll
       for (int i = 0; i < kQueryTurns; ++i) {
         const int index = threadIdx.x + i * Shape::kThreads;
-        if (N * D / 8 % Shape::kThreads != 0 && index >= N * D / 8) break;
-        store_shared(queries + Shape::Query::offset(index / (D / 8), index % (D / 8)), staged[i]);
+        const int row = index / (D / 8), piece = index % (D / 8);
+        if (N * D / 8 % Shape::kThreads != 0 && row >= N) break;
+        store_shared(queries + Shape::Query::offset(row, piece), staged[i]);
       }
     }
   }
 
   // fp8 K meets q in fp16. A row of bf16 is divided by a power of two first, so that its largest
-  // element lies in [2^14, 2^15): what is 2^-31 of that or more is exact, what is less is rounded to
-  // multiples of 2^-38 of it.
+  // element lies in [2^14, 2^15): what is 2^-31 of that or more is exact, what is less is rounded
+  // to multiples of 2^-38 of it.
   __device__ __forceinline__ void prepare_query() {
     if constexpr (kFp8) {
       const float key_scale =

@@ -15,7 +15,7 @@ from stream_attention.core.errors import UnsupportedProblem
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.routes import triton_route
 from stream_attention.core.testing import contract
-from stream_attention.core.testing.checks import bind, check_route, launch
+from stream_attention.core.testing.checks import bind, check_built, check_route, launch
 from stream_attention.core.testing.hostile import HOSTILE
 from stream_attention.core.testing.native_library import require
 from stream_attention.core.testing.problems import FP8, Case, build, random_case
@@ -141,3 +141,63 @@ def test_what_a_plan_says_of_its_launches_fits_an_sm(head_dim, heads):
     for spec in plan.launches:
         assert 0 < spec.threads <= 1024 and spec.shared_bytes <= 227 << 10
     assert 0 <= plan.workspace_bytes <= 64 << 20
+
+
+@pytest.mark.parametrize("group", [1, 8])
+def test_small_query_elements_beside_a_large_one_meet_fp8_keys(group):
+    """A row of q is scaled as a whole before it meets fp8 K; K is 0 where q is large."""
+    case = Case(
+        qo_lens=(1, 1), kv_lens=(300, 17), call="batch", head_dim_qk=128, num_qo_heads=group,
+        num_kv_heads=1, dtype="bfloat16", kv_dtype=FP8,
+    )  # fmt: skip
+    built = build(case, 0, DEVICE)
+    built.q.mul_(1e-3)
+    built.q[..., 0] = torch.tensor([32768.0, 256.0], device=DEVICE).view(
+        2, *(1,) * (built.q.dim() - 2)
+    )
+    built.cache.key[..., 0] = 0
+    check_built(RECORD, built)
+
+
+def test_rows_of_every_instance_in_more_requests_than_a_warp_scans():
+    """33 requests and more are searched through shared memory that query rows lie beside."""
+    for head_dim in decode.HEAD_DIMS:
+        for queries in (1, 3, 6, 8, 16):
+            lens = tuple(40 * i % 700 for i in range(40))
+            case = Case(
+                qo_lens=(queries,) * 40, kv_lens=lens, call="block" if queries > 1 else "batch",
+                head_dim_qk=head_dim, num_qo_heads=4, num_kv_heads=1, dtype="bfloat16",
+            )  # fmt: skip
+            check_route(RECORD, case, DEVICE, seed=queries)
+
+
+def test_a_plan_made_during_a_capture_runs_before_the_first_replay():
+    built = build(Case(qo_lens=(1,) * 2, kv_lens=(3000, 500), call="batch"), 0, DEVICE)
+    want, wanted = launch(RECORD, built)
+    want.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step, described = launch(RECORD, built)
+        step.run()
+    for run in (step.run, graph.replay, step.run, graph.replay):
+        described.bound.out.fill_(float("nan"))
+        run()
+        assert torch.equal(described.bound.out, wanted.bound.out)
+
+
+@pytest.mark.parametrize("head_dim", decode.HEAD_DIMS)
+def test_a_contiguous_cache_of_one_token_whose_view_has_any_token_stride(head_dim):
+    case = Case(
+        qo_lens=(1,) * 3, kv_lens=(1, 1, 0), cache_kind="contiguous", layout="HND", spare=0,
+        call="batch", head_dim_qk=head_dim, dtype="bfloat16",
+    )  # fmt: skip
+    built = build(case, 0, DEVICE)
+    pools = {}
+    for name in ("key", "value"):
+        pool = getattr(built.cache, name)  # [batch, heads, 1, head_dim]
+        batch, heads, tokens, dim = pool.shape
+        pools[name] = pool.new_empty(batch, heads, dim, tokens).transpose(2, 3).copy_(pool)
+        assert pools[name].stride(2) == 1
+    odd = dataclasses.replace(built, cache=dataclasses.replace(built.cache, **pools))
+    check_built(RECORD, odd)
