@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import importlib.util
 import os
@@ -106,6 +107,7 @@ def expected_kernels(vector_bytes: tuple[int, ...]) -> set[tuple[str, str, str, 
     }
 
 
+@functools.cache
 def _cuobjdump(library: NativeLibrary, *options: str) -> str:
     """Output of cuobjdump, which comes with nvdisasm inside the triton wheel."""
     spec = importlib.util.find_spec("triton")
@@ -139,6 +141,21 @@ def illegal_descriptors(library: NativeLibrary) -> set[str]:
     kernels = set()
     for section in _cuobjdump(library, "-sass").split("Function : ")[1:]:
         if re.search(r"desc\[UR\d*[13579]\]", section):
+            kernels.add(section.split("\n", 1)[0].strip())
+    return kernels
+
+
+def early_accesses(library: NativeLibrary) -> set[str]:
+    """Kernels that touch global memory before they wait for their producer.
+
+    Of those that wait (`griddepcontrol.wait`, ACQBULK) alone: under dependent launch the producer
+    may still be writing what an earlier access reads.
+    """
+    kernels = set()
+    for section in _cuobjdump(library, "-sass").split("Function : ")[1:]:
+        wait = re.search(r"\bACQBULK\b", section)
+        access = re.search(r"\b(?:LDG|LDGSTS|STG|LD|ST|ATOMG?|RED|UBLKCP)\b[.\s]", section)
+        if wait and access and access.start() < wait.start():
             kernels.add(section.split("\n", 1)[0].strip())
     return kernels
 

@@ -17,6 +17,7 @@ from stream_attention.core.native import NativeLibrary, NativeLibraryError
 from stream_attention.core.registry import MergeProblem, Registry
 from stream_attention.core.testing.native_library import (
     Shape,
+    early_accesses,
     embedded_code,
     illegal_descriptors,
     instructions,
@@ -93,6 +94,9 @@ class LibrarySuite:
 
     def test_machine_code_names_no_illegal_descriptor(self, library):
         assert illegal_descriptors(library) == set()
+
+    def test_no_kernel_reads_or_writes_before_it_waits_for_its_producer(self, library):
+        assert early_accesses(library) == set()
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="would launch on made-up addresses")
     @pytest.mark.parametrize("function", ["prepare", "launch"])
