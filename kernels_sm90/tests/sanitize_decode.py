@@ -27,8 +27,7 @@ from typing import Any
 import torch
 
 from stream_attention.core.device import DeviceFacts
-from stream_attention.core.problem import AttentionProblem
-from stream_attention.core.testing.checks import launch
+from stream_attention.core.testing.checks import launch, serves
 from stream_attention.core.testing.golden import golden
 from stream_attention.core.testing.problems import FP8, BuiltCase, Case, build
 from stream_attention.kernels_sm90 import decode
@@ -50,18 +49,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def serves(**changes: Any) -> bool:
-    """Whether the route takes a plain problem with `changes`."""
-    fields: dict[str, Any] = {"sm_scale": 0.1, "num_qo_heads": 4, "num_kv_heads": 2}
-    fields |= {"batch": 1, "total_qo_len": 1, "max_qo_len": 1, "kv_capacity": 64}
-    fields |= dict.fromkeys(("head_dim_qk", "head_dim_vo"), decode.HEAD_DIMS[0])
-    fields |= dict.fromkeys(("q_dtype", "kv_dtype", "out_dtype"), "bfloat16")
-    return not decode.RECORD.reasons(AttentionProblem(**{**fields, **changes}), H200)
-
-
 def dtypes() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"dtype": "float16"}]
-    if serves(kv_dtype=FP8):
+    if serves(decode.RECORD, H200, kv_dtype=FP8):
         found.append({"dtype": "bfloat16", "kv_dtype": FP8, "kv_scales": "head"})
         found.append({"dtype": "float16", "kv_dtype": FP8, "kv_scales": "tensor"})
     return found

@@ -10,12 +10,11 @@ import random
 import pytest
 import torch
 
-from stream_attention.core.device import device_facts
+from stream_attention.core.device import DeviceFacts, device_facts
 from stream_attention.core.errors import UnsupportedProblem
-from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.routes import triton_route
 from stream_attention.core.testing import contract
-from stream_attention.core.testing.checks import bind, check_built, check_route, launch
+from stream_attention.core.testing.checks import bind, check_built, check_route, launch, serves
 from stream_attention.core.testing.hostile import HOSTILE
 from stream_attention.core.testing.native_library import require
 from stream_attention.core.testing.problems import FP8, Case, build, random_case
@@ -24,6 +23,7 @@ from stream_attention.kernels_sm90.library import LIBRARY
 
 DEVICE = "cuda"
 RECORD = decode.RECORD
+H200 = DeviceFacts(type="cuda", compute_capability=(9, 0), num_sms=132)
 
 
 @pytest.fixture(autouse=True)
@@ -33,21 +33,11 @@ def library():
         pytest.skip("no CUDA device")
 
 
-def serves(**changes) -> bool:
-    """Whether the route takes a plain problem with `changes`."""
-    fields = {"batch": 1, "total_qo_len": 1, "max_qo_len": 1, "kv_capacity": 64, "sm_scale": 0.1}
-    fields |= {"num_qo_heads": 4, "num_kv_heads": 2}
-    fields |= dict.fromkeys(("head_dim_qk", "head_dim_vo"), decode.HEAD_DIMS[0])
-    fields |= dict.fromkeys(("q_dtype", "kv_dtype", "out_dtype"), "bfloat16")
-    device = device_facts(torch.device(DEVICE, 0))
-    return not RECORD.reasons(AttentionProblem(**{**fields, **changes}), device)
-
-
 def served(case: Case, head_dim: int = 64) -> Case:
     """The case in a dtype, a head_dim and with equal numbers of queries, as the route takes it."""
     dtype = "bfloat16" if case.dtype == "float32" else case.dtype
     changes = {"head_dim_qk": head_dim, "head_dim_vo": None}
-    if case.kv_dtype == FP8 and not serves(kv_dtype=FP8):
+    if case.kv_dtype == FP8 and not serves(RECORD, H200, kv_dtype=FP8):
         changes |= {"kv_dtype": None, "kv_scales": None}
     if case.call == "ragged" and case.qo_lens:
         most = min(max(case.qo_lens), 8)
@@ -89,7 +79,7 @@ def _or_portable():
 @pytest.mark.parametrize("head_dim", decode.HEAD_DIMS)
 @pytest.mark.parametrize("line", sorted(contract.LINES))
 def test_contract_line(line, head_dim, monkeypatch):
-    if line == 12 and not serves(batch_invariant=True):
+    if line == 12 and not serves(RECORD, H200, batch_invariant=True):
         pytest.skip("line 12 asks for batch_invariant, which the route refuses")
     original = Case.__init__
 

@@ -23,8 +23,7 @@ import torch
 from stream_attention.core.cache import ContiguousKVCache, PagedKVCache
 from stream_attention.core.device import DeviceFacts
 from stream_attention.core.dtypes import torch_dtype
-from stream_attention.core.problem import AttentionProblem
-from stream_attention.core.testing.checks import launch
+from stream_attention.core.testing.checks import launch, serves
 from stream_attention.core.testing.golden import Golden, golden
 from stream_attention.core.testing.native_library import require
 from stream_attention.core.testing.problems import FP8, POISON, STALE_IDS, BuiltCase
@@ -96,15 +95,6 @@ def library():
         pytest.skip("no CUDA device")
 
 
-def serves(**changes: Any) -> bool:
-    """Whether the route takes a plain problem with `changes`."""
-    fields: dict[str, Any] = {"sm_scale": 0.1, "num_qo_heads": 4, "num_kv_heads": 2}
-    fields |= {"batch": 1, "total_qo_len": 1, "max_qo_len": 1, "kv_capacity": 64}
-    fields |= dict.fromkeys(("head_dim_qk", "head_dim_vo"), decode.HEAD_DIMS[0])
-    fields |= dict.fromkeys(("q_dtype", "kv_dtype", "out_dtype"), "bfloat16")
-    return not decode.RECORD.reasons(AttentionProblem(**{**fields, **changes}), H200)
-
-
 def draw_len(rng: random.Random) -> int:
     kind = rng.random()
     if kind < 0.5:
@@ -133,7 +123,7 @@ def make_bank(seed: int, device: Any = "cuda") -> Bank:
     most = min(8, decode.MAX_ROWS // group)
     queries = 1 if rng.random() < 0.4 else rng.randint(1, most)
     dtype = torch_dtype(rng.choice(("bfloat16", "bfloat16", "float16")))
-    fp8 = serves(kv_dtype=FP8) and rng.random() < 0.25
+    fp8 = serves(decode.RECORD, H200, kv_dtype=FP8) and rng.random() < 0.25
     per_head = heads <= 4 and rng.random() < 0.25
     lens = draw_lens(rng, heads, queries, per_head)
     causal = rng.random() < 0.75
@@ -215,7 +205,7 @@ def draw_layout(rng: random.Random, bank: Bank) -> Layout:
         ids=rng.choice(tuple(STALE_IDS)),
         plan_lens=rng.choice(("true", "true", "zero", "full")),
         lengths=lengths,
-        batch_invariant=serves(batch_invariant=True) and rng.random() < 0.15,
+        batch_invariant=serves(decode.RECORD, H200, batch_invariant=True) and rng.random() < 0.15,
     )
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from stream_attention.core.describe import describe
-from stream_attention.core.device import device_facts
+from stream_attention.core.device import DeviceFacts, device_facts
 from stream_attention.core.launch import BoundTensors
+from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord
 from stream_attention.core.testing.golden import golden
 from stream_attention.core.testing.problems import BuiltCase, Case, build
@@ -81,6 +82,14 @@ def check_route(
     `route`: a registry record, or a callable from `BuiltCase` to `(out, lse)`.
     """
     check_built(route, build(case, seed, device))
+
+
+def serves(record: AttentionRecord, device: DeviceFacts, **changes: Any) -> bool:
+    """Whether a record takes a plain bf16 decode problem with `changes` on `device`."""
+    fields: dict[str, Any] = {"batch": 1, "total_qo_len": 1, "max_qo_len": 1, "kv_capacity": 64}
+    fields |= {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "head_dim_vo": 64}
+    fields |= dict.fromkeys(("q_dtype", "kv_dtype", "out_dtype"), "bfloat16")
+    return not record.reasons(AttentionProblem(**{**fields, "sm_scale": 0.1, **changes}), device)
 
 
 def find_record(route: str, register: Callable[[Any], None] | None = None) -> AttentionRecord:
