@@ -14,10 +14,10 @@ from stream_attention.core.errors import UnsupportedProblem
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import Registry
 from stream_attention.core.routes import sdpa_math, sdpa_route
+from stream_attention.core.testing.checks import H200
 from stream_attention.core.testing.golden import golden
 
 CPU = DeviceFacts(type="cpu", num_sms=2)
-CUDA = DeviceFacts(type="cuda", compute_capability=(9, 0), num_sms=132)
 ROUTES = ("torch_sdpa", "torch_sdpa_gqa_expanded", "torch_math")
 APPLY = {
     "torch_sdpa": sdpa_route.apply_sdpa,
@@ -379,7 +379,7 @@ def test_rules_name_what_they_refuse(changes, refusing, text):
 def test_exactly_one_sdpa_record_serves_grouped_heads(dtype, options, expanded):
     records = _records()
     problem = _problem(*_inputs(dtype=dtype)[:3], **options)
-    for device, chosen in ((CPU, "torch_sdpa"), (CUDA, ROUTES[1] if expanded else ROUTES[0])):
+    for device, chosen in ((CPU, "torch_sdpa"), (H200, ROUTES[1] if expanded else ROUTES[0])):
         legal = [r for r in ROUTES[:2] if not records[r].reasons(problem, device)]
         assert legal == [chosen]
 
@@ -387,13 +387,13 @@ def test_exactly_one_sdpa_record_serves_grouped_heads(dtype, options, expanded):
 def test_sinks_are_not_rounded_on_cuda():
     problem = _problem(*_inputs(dtype=torch.bfloat16)[:3], has_sink=True)
     for route in ROUTES[:2]:
-        reasons = _records()[route].reasons(problem, CUDA)
+        reasons = _records()[route].reasons(problem, H200)
         assert any(re.search(r"has_sink=True.*round the sink.*torch_math", r) for r in reasons)
 
 
 def test_fused_routes_are_estimated_below_the_math_route():
     problem = _problem(*_inputs(1, 512, 512, 8, 2, 64, 64)[:3])
     records = _records()
-    for device in (CPU, CUDA):
+    for device in (CPU, H200):
         times = [records[route].estimate_us(problem, device) for route in ROUTES]
         assert 0 < times[0] < times[1] < times[2]

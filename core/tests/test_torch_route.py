@@ -14,7 +14,14 @@ from stream_attention.core.device import DeviceFacts
 from stream_attention.core.routes import torch_route
 from stream_attention.core.routes.torch_kv import PoolReader, head_rows
 from stream_attention.core.routes.torch_softmax import add_weighted
-from stream_attention.core.testing.checks import bind, check_built, check_route, find_record, launch
+from stream_attention.core.testing.checks import (
+    H200,
+    bind,
+    check_built,
+    check_route,
+    find_record,
+    launch,
+)
 from stream_attention.core.testing.golden import golden
 from stream_attention.core.testing.hostile import HOSTILE
 from stream_attention.core.testing.problems import Case, build
@@ -22,7 +29,6 @@ from stream_attention.core.tile_plan import AttentionTilePlan
 
 SOME = tuple(case for index, case in enumerate(HOSTILE) if index % 3 == 0 or case.pool != "dense")
 CPU = DeviceFacts(type="cpu", num_sms=2)
-CUDA = DeviceFacts(type="cuda", compute_capability=(9, 0), num_sms=132)
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +250,7 @@ def test_estimate_grows_with_the_work_and_charges_the_sync_on_cuda(record):
     assert 0 < record.estimate_us(small, CPU) < record.estimate_us(large, CPU)
     window = dataclasses.replace(large, window_left=16)
     assert record.estimate_us(window, CPU) < record.estimate_us(large, CPU)
-    assert record.estimate_us(small, CUDA) > 1000
+    assert record.estimate_us(small, H200) > 1000
 
 
 @pytest.mark.parametrize("layers", [1, 3])

@@ -22,12 +22,11 @@ from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord
 from stream_attention.core.routes import triton_config, triton_route
 from stream_attention.core.testing import contract
-from stream_attention.core.testing.checks import check_route, find_record, launch
+from stream_attention.core.testing.checks import H200, check_route, find_record, launch
 from stream_attention.core.testing.hostile import SMALL
 from stream_attention.core.testing.problems import Case, build, random_case
 
 MANY_SMS = DeviceFacts(type="cpu", num_sms=32)
-H200 = DeviceFacts(type="cuda", compute_capability=(9, 0), num_sms=132)
 
 
 def _interpreted(case: Case) -> Case:

@@ -8,6 +8,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "stream_attention/online_state.h"
+
 namespace stream_attention {
 
 template <class T>
@@ -114,7 +116,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 __device__ __forceinline__ float hyperbolic_tangent(float x) {
   const float square = x * x;
   const float series = x * (1.f + square * (-1.f / 3.f + square * (2.f / 15.f)));
-  const float large = 1.f - __fdividef(2.f, 1.f + exp2_fast(2.f * 1.4426950408889634f * x));
+  const float large = 1.f - __fdividef(2.f, 1.f + exp2_fast(2.f * kLog2E * x));
   return square < 0.005f ? series : large;
 }
 

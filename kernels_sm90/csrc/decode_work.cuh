@@ -10,7 +10,6 @@
 
 namespace stream_attention {
 
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 // Where a warp's next chunk lies: a page and a slot in it for each sixteen tokens, or, where pages
@@ -111,36 +110,25 @@ class DecodeWork {
                                               int64_t page_stride, int64_t token_stride,
                                               const ChunkPlace& place) const {
     constexpr int kEach = 16 / sizeof(E);
-    if constexpr (kRegular) {
+    if constexpr (kWholePages) {
       const uint32_t own = target + Shape::Tokens::offset(row_of(0), piece_of(0));
 #pragma unroll
       for (int sub = 0; sub < kSubs; ++sub) {
-        if (sub * 16 + 16 <= place.live) {
-          const E* from =
-              source + place.page[sub] * page_stride + place.slot[sub] * token_stride;
-#pragma unroll
-          for (int i = 0; i < kCopies; ++i) {
-            copy_async(Shape::Tokens::below(own, sub * 16 + i * kRowsEach), from, policy);
-            from += kRowsEach * token_stride;
-          }
-        } else {
+        if (sub * 16 + 16 > place.live) {
           copy_some(target, source, page_stride, token_stride, place, sub);
+          continue;
         }
-      }
-    } else if constexpr (kWholePages) {
+        const E* tokens = source + place.page[sub] * page_stride + place.slot[sub] * token_stride;
 #pragma unroll
-      for (int sub = 0; sub < kSubs; ++sub) {
-        if (sub * 16 + 16 <= place.live) {
-          const E* tokens =
-              source + place.page[sub] * page_stride + place.slot[sub] * token_stride;
-#pragma unroll
-          for (int i = 0; i < kCopies; ++i) {
+        for (int i = 0; i < kCopies; ++i) {
+          if constexpr (kRegular) {
+            copy_async(Shape::Tokens::below(own, sub * 16 + i * kRowsEach), tokens, policy);
+            tokens += kRowsEach * token_stride;
+          } else {
             if (!kEven && row_of(i) >= 16) break;
             copy_async(target + Shape::Tokens::offset(sub * 16 + row_of(i), piece_of(i)),
                        tokens + row_of(i) * token_stride + piece_of(i) * kEach, policy);
           }
-        } else {
-          copy_some(target, source, page_stride, token_stride, place, sub);
         }
       }
     } else {

@@ -26,13 +26,11 @@ from typing import Any
 
 import torch
 
-from stream_attention.core.device import DeviceFacts
-from stream_attention.core.testing.checks import launch, serves
+from stream_attention.core.testing.checks import H200, launch, serves
 from stream_attention.core.testing.golden import golden
 from stream_attention.core.testing.problems import FP8, BuiltCase, Case, build
 from stream_attention.kernels_sm90 import decode
 
-H200 = DeviceFacts(type="cuda", compute_capability=(9, 0), num_sms=132)
 # (queries, group) whose product is the rows of an instance; the last but one is verify.
 ROWS = ((1, 1), (1, 8), (3, 3), (1, 16), (4, 8), (1, 64), (8, 8))
 # In turn over the instances: each comes up with every kind of option over the whole list.

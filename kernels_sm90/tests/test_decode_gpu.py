@@ -10,11 +10,18 @@ import random
 import pytest
 import torch
 
-from stream_attention.core.device import DeviceFacts, device_facts
+from stream_attention.core.device import device_facts
 from stream_attention.core.errors import UnsupportedProblem
 from stream_attention.core.routes import triton_route
 from stream_attention.core.testing import contract
-from stream_attention.core.testing.checks import bind, check_built, check_route, launch, serves
+from stream_attention.core.testing.checks import (
+    H200,
+    bind,
+    check_built,
+    check_route,
+    launch,
+    serves,
+)
 from stream_attention.core.testing.hostile import HOSTILE
 from stream_attention.core.testing.native_library import require
 from stream_attention.core.testing.problems import FP8, Case, build, random_case
@@ -23,7 +30,6 @@ from stream_attention.kernels_sm90.library import LIBRARY
 
 DEVICE = "cuda"
 RECORD = decode.RECORD
-H200 = DeviceFacts(type="cuda", compute_capability=(9, 0), num_sms=132)
 
 
 @pytest.fixture(autouse=True)

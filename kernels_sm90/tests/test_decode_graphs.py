@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stream_attention.core.cache import PagedKVCache
-from stream_attention.core.testing.checks import launch
+from stream_attention.core.testing.checks import capture, launch
 from stream_attention.core.testing.golden import golden
 from stream_attention.core.testing.native_library import require
 from stream_attention.core.testing.problems import Case, build
@@ -89,16 +89,6 @@ def count_differing(mine, other):
     return sum(
         (a.view(torch.uint8) != b.view(torch.uint8)).sum() for a, b in zip(*pairs, strict=True)
     )
-
-
-def capture(run):
-    """A graph of `run()`, which has run once before so that nothing is loaded inside."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 def replays_follow(record, asked, num_replays, make_graph):

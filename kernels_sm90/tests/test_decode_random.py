@@ -21,9 +21,8 @@ import pytest
 import torch
 
 from stream_attention.core.cache import ContiguousKVCache, PagedKVCache
-from stream_attention.core.device import DeviceFacts
 from stream_attention.core.dtypes import torch_dtype
-from stream_attention.core.testing.checks import launch, serves
+from stream_attention.core.testing.checks import H200, launch, serves
 from stream_attention.core.testing.golden import Golden, golden
 from stream_attention.core.testing.native_library import require
 from stream_attention.core.testing.problems import FP8, POISON, STALE_IDS, BuiltCase
@@ -43,7 +42,6 @@ BORDERS = tuple(
 )
 # Tokens of all KV heads of a problem; pools have at most twice as many slots a layer.
 TOKENS = 160_000
-H200 = DeviceFacts(type="cuda", compute_capability=(9, 0), num_sms=132)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

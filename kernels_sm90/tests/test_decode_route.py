@@ -5,18 +5,16 @@ import dataclasses
 import pytest
 import torch
 
-from stream_attention.core.device import DeviceFacts
 from stream_attention.core.errors import UnsupportedProblem
 from stream_attention.core.native import NativeLaunchError
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import Registry
-from stream_attention.core.testing.checks import bind
+from stream_attention.core.testing.checks import H200, bind
 from stream_attention.core.testing.native_library import require
 from stream_attention.core.testing.problems import Case, build
 from stream_attention.kernels_sm90 import capabilities, decode
 from stream_attention.kernels_sm90.library import LIBRARY
 
-H200 = DeviceFacts(type="cuda", compute_capability=(9, 0), num_sms=132)
 PROBLEM = AttentionProblem(
     batch=4,
     total_qo_len=4,

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from stream_attention.core.testing.checks import launch
+from stream_attention.core.testing.checks import capture, launch
 from stream_attention.core.testing.golden import golden
 from stream_attention.core.testing.native_library import require
 from stream_attention.core.testing.problems import Case, build
@@ -124,18 +124,8 @@ class Plan:
         assert int(self.differing) == 0
 
 
-def captured(run):
-    """A graph of `run()`, which runs once before so that nothing is loaded inside."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
 def runner(plan, how):
-    return captured(plan.step.run) if how == "graph" else plan.step.run
+    return capture(plan.step.run).replay if how == "graph" else plan.step.run
 
 
 @pytest.mark.parametrize("hows", [("eager", "eager"), ("graph", "graph"), ("graph", "eager")])
@@ -236,7 +226,7 @@ def corrupt(step, described, pattern):
 def test_reset_after_an_aborted_launch(name, pattern):
     """Whatever is left in the workspace: after `reset()` eager runs and old graphs are right."""
     plan = Plan(PAIRS[name][1], 0)
-    replay = captured(plan.step.run)
+    replay = capture(plan.step.run).replay
     for state in range(NUM_STATES):
         corrupt(plan.step, plan.described, pattern)
         plan.step.reset()
@@ -341,7 +331,7 @@ def test_values_written_just_before_are_seen(name):
 def test_values_written_just_before_are_seen_in_a_graph(name):
     produced = Produced(PRODUCED[name])
     turns = [(n * 5 % NUM_STATES, ORDERS[n % len(ORDERS)]) for n in range(25)]
-    replay = captured(lambda: [produced.turn(*each) for each in turns])
+    replay = capture(lambda: [produced.turn(*each) for each in turns]).replay
     for _ in range(20):
         replay()
     wait("producers and launches in a graph")
@@ -389,7 +379,7 @@ class Chained:
 @pytest.mark.parametrize("name", sorted(PRODUCED))
 def test_a_launch_reads_what_the_launch_before_wrote(name, how):
     chained = Chained(PRODUCED[name])
-    run = captured(chained.run) if how == "graph" else chained.run
+    run = capture(chained.run).replay if how == "graph" else chained.run
     for turn in range(200):
         run()
         if turn % 50 == 49:

@@ -1,6 +1,6 @@
-"""Bad input to every public function: a ValueError with parameter, value, rule, nearest choice.
+"""Bad input to a serving call or its cache: ValueError with parameter, value, rule, nearest choice.
 
-Longer than 600 lines because most of it is tables: one entry a fault.
+What prefill and train refuse is in test_bad_sequences.py.
 """
 
 import math
@@ -548,95 +548,12 @@ def test_bad_caches_are_refused_by_name(name):
         assert part in str(caught.value)
 
 
-SEQUENCES = {
-    "rank": (
-        {"q": torch.zeros(3, 4, 16)},
-        ["q.shape=(3, 4, 16): must be [batch, seq, heads, head"],
-    ),
-    "type": ({"k": None}, ["k='NoneType': must be a torch.Tensor"]),
-    "batch": ({"q": torch.zeros(1, 3, 4, 16)}, ["q.shape=(1, 3, 4, 16): axis 0 must be"]),
-    "head_dim": ({"q": torch.zeros(2, 3, 4, 8)}, ["the last axis must be the key's head_dim = 16"]),
-    "group": ({"q": torch.zeros(2, 3, 5, 16)}, ["num_qo_heads=(5, 2): must be a multiple"]),
-    "dtype": ({"q": torch.zeros(2, 3, 4, 16).double()}, ["q.dtype=torch.float64"]),
-    "device": ({"q": torch.zeros(2, 3, 4, 16, device="meta")}, ["q.device='meta'"]),
-    "scale": ({"sm_scale": NAN}, ["sm_scale=nan: must be a finite number"]),
-    "sink": ({"attn_sink": torch.zeros(3)}, ["attn_sink.shape=(3,): must be [num_qo_heads]"]),
-    "mode": ({"mode": "fast"}, ["mode='fast': must be one of"]),
-    "mask_type": ({"attn_mask": [True]}, ["attn_mask='list': must be a torch.Tensor"]),
-    "mask_dtype": (
-        {"attn_mask": torch.zeros(3, 6, dtype=torch.int64)},
-        ["attn_mask.dtype=torch.int64: must be torch.bool (True = seen)"],
-    ),
-    "mask_shape": (
-        {"attn_mask": torch.zeros(3, 5, dtype=torch.bool)},
-        ["attn_mask.shape=(3, 5): must broadcast to [batch, num_qo", "use (2, 4, 3, 6)"],
-    ),
-    "mask_sparse": (
-        {"attn_mask": torch.zeros(3, 6).to_sparse()},
-        ["attn_mask.layout=torch.sparse_coo: must be dense; use attn_mask.to_dense()"],
-    ),
-    "mask_device": (
-        {"attn_mask": torch.zeros(3, 6, dtype=torch.bool, device="meta")},
-        ["attn_mask.device='meta': must be q's device; use cpu"],
-    ),
-}
-
-
-def _sequences():
-    return {
-        "q": torch.randn(2, 3, 4, 16),
-        "k": torch.randn(2, 6, 2, 16),
-        "v": torch.randn(2, 6, 2, 16),
-    }
-
-
-@pytest.mark.parametrize("function", [stream_attn.prefill, stream_attn.train])
-@pytest.mark.parametrize("name", SEQUENCES)
-def test_bad_sequences_are_refused_by_name(function, name):
-    replaced, parts = SEQUENCES[name]
-    with pytest.raises(ValueError) as caught:
-        function(**{**_sequences(), **replaced})
-    for part in parts:
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize("function", [stream_attn.prefill, stream_attn.train])
-def test_nested_sequences_are_refused_by_name(function):
-    rows = torch.nested.nested_tensor([torch.zeros(6, 2, 16)] * 2)
-    with pytest.raises(ValueError, match=r"k\.layout='nested': must be dense"):
-        function(**{**_sequences(), "k": rows})
-
-
-def test_prefill_validates_the_sink():
-    sink = torch.tensor([0.0, NAN, 0.0, 0.0])
-    with pytest.raises(ValueError, match=r"attn_sink\[1\]=nan: query head 1"):
-        stream_attn.prefill(**_sequences(), attn_sink=sink)
-
-
 def test_a_misspelt_option_is_named():
     tensors = _tensors()
     q, cache = tensors.pop("q"), PagedKVCache(**tensors)
     for call in (stream_attn.decode, stream_attn.attention, StreamAttnEngine().plan):
         with pytest.raises(TypeError, match="unexpected keyword argument 'windw_left'"):
             call(q, cache, windw_left=3)
-
-
-def test_prefill_points_a_call_with_gradients_to_train():
-    tensors = _sequences()
-    tensors["k"].requires_grad_()
-    with pytest.raises(ValueError, match=r"key.requires_grad=True.*use stream_attention\.train"):
-        stream_attn.prefill(**tensors)
-
-
-@pytest.mark.parametrize("value", [1.0, -0.1, NAN, "0.5"])
-def test_train_refuses_bad_dropout(value):
-    with pytest.raises(ValueError, match=rf"dropout_p={value!r}: must be in \[0, 1\)"):
-        stream_attn.train(**_sequences(), dropout_p=value)
-
-
-def test_train_refuses_a_bad_generator():
-    with pytest.raises(ValueError, match=r"generator='int': must be None or a torch\.Generator"):
-        stream_attn.train(**_sequences(), generator=3)
 
 
 def test_bad_calls_leave_inputs_and_later_calls_alone():

@@ -273,7 +273,7 @@ def _performance_decode() -> tuple[DecodeCase, ...]:
 
 
 def _ragged(dtype: str = "bfloat16") -> tuple[DecodeCase, ...]:
-    """Ragged decode and verify ; lognormal means are set by the MiB of KV that they give."""
+    """Ragged decode and verify; lognormal means are set by the MiB of KV that they give."""
     return (
         DecodeCase(batch=64, lengths=parse_lengths("lognormal:4608:1.0:0"), dtype=dtype),
         DecodeCase(batch=32, lengths=parse_lengths("skewed"), dtype=dtype),

@@ -12,9 +12,7 @@ import torch
 from stream_attention.core.cache import ContiguousKVCache, PagedKVCache
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.ir import is_int
-
-# Positions and lengths are int32, so a window of this size sees everything and sums fit an int64.
-_REACH = 1 << 40
+from stream_attention.core.problem import MAX_WINDOW
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,8 +108,8 @@ def prepare(
         cache=cache,
         sm_scale=dim**-0.5 if sm_scale is None else float(sm_scale),
         causal=causal,
-        window_left=None if window_left is None else min(window_left, _REACH),
-        window_right=None if window_right is None else min(window_right, _REACH),
+        window_left=None if window_left is None else min(window_left, MAX_WINDOW),
+        window_right=None if window_right is None else min(window_right, MAX_WINDOW),
         logits_soft_cap=logits_soft_cap,
         attn_sink=attn_sink,
         attn_mask=mask,

@@ -15,6 +15,8 @@ LAYOUTS = ("NHD", "HND")
 SCALE_KINDS = (None, "tensor", "head")
 MASK_KINDS = (None, "bool", "additive")
 MAX_HEAD_DIM = 512
+# Positions and lengths are int32, so a window of this size sees everything and sums fit an int64.
+MAX_WINDOW = 1 << 40
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 _FLOAT32_TINY = 2.0**-126
 

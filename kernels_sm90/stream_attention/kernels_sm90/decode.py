@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ DTYPES = ("bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 MAX_ROWS = 64
 MAX_FACTOR = 1e30
-LOG2E = 1.4426950408889634
+LOG2E = math.log2(math.e)
 MAX_CAPACITY = (1 << 31) - 4097
 MAX_TOKENS = 1 << 36  # of a batch at capacity: its tiles of 64 tokens and more are counted in int32
 

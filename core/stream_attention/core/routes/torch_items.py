@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Positions and lengths are int32, so a window of this size sees everything and sums fit an int64.
-_REACH = 1 << 40
+from stream_attention.core.problem import MAX_WINDOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,9 @@ class Visibility:
     @classmethod
     def of(cls, causal: bool, window_left: int | None, window_right: int | None) -> Visibility:
         """Causal bounds the right side at the row itself, whatever `window_right` says."""
-        left, right = (None if w is None else min(w, _REACH) for w in (window_left, window_right))
+        left, right = (
+            None if w is None else min(w, MAX_WINDOW) for w in (window_left, window_right)
+        )
         return cls(left, 0 if causal else right)
 
     @property

@@ -17,6 +17,9 @@ from stream_attention.core.testing.golden import golden
 from stream_attention.core.testing.problems import BuiltCase, Case, build
 from stream_attention.core.tile_plan import AttentionTilePlan
 
+H200 = DeviceFacts(type="cuda", compute_capability=(9, 0), num_sms=132)
+"""An H200 as the rules and the geometry see it, for tests without one."""
+
 Runner = Callable[[BuiltCase], tuple[torch.Tensor, torch.Tensor]]
 """From a built case to `(out, lse)`: out of q's shape with head_dim_vo, lse fp32 without it."""
 
@@ -41,6 +44,16 @@ def launch(record: AttentionRecord, built: BuiltCase, **options: Any) -> tuple[A
     assert record.build is not None
     plan = AttentionTilePlan.for_problem(described.problem)
     return record.build(described.problem, plan, device, described.bound), described
+
+
+def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A graph of `run()`, which runs once before so that nothing is loaded inside."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
 
 
 def runner_of(route: AttentionRecord | Runner) -> Runner:

@@ -7,5 +7,5 @@ import pytest
 
 # pytest rewrites the asserts of test files only; without it a failed comparison shows no values.
 pytest.register_assert_rewrite(
-    *(f"{__name__}.{name}" for name in ("geometry", "gpu", "host", "library", "resources"))
+    *(f"{__name__}.{name}" for name in ("base", "geometry", "gpu", "host", "library", "resources"))
 )

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from stream_attention.core.native import NativeLaunchError, NativeLibrary, StatePairParams
+from stream_attention.core.native import NativeLaunchError, StatePairParams
 from stream_attention.core.testing.native_library import (
     Shape,
     geometry_shapes,
     model_geometry,
-    require,
 )
+from stream_attention.core.testing.state_suites.base import LibraryTests
 
 REFUSED = [
     ("head_dim", 0, "head_dim: must be 1 .. 512"),
@@ -59,16 +59,11 @@ def _pair_params(**changes):
     return StatePairParams(**{**fields, **changes})
 
 
-class GeometrySuite:
+class GeometrySuite(LibraryTests):
     """max_vector_bytes: of the widest load. num_sms: multiprocessors of the largest such GPU."""
 
-    library: NativeLibrary
     max_vector_bytes: int
     num_sms: int
-
-    @pytest.fixture(name="library")
-    def library_fixture(self):
-        return require(self.library)
 
     def test_geometry_equals_an_independent_model(self, library):
         shapes = list(geometry_shapes())

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from stream_attention.core.device import DeviceFacts, device_facts
-from stream_attention.core.native import NativeLibrary
 from stream_attention.core.native_merge import MergeLaunch
-from stream_attention.core.testing.native_library import require
 from stream_attention.core.testing.state_cases import (
     DTYPES,
     HEAD_DIMS,
@@ -22,6 +20,7 @@ from stream_attention.core.testing.state_cases import (
     StateCase,
     state_cases,
 )
+from stream_attention.core.testing.state_suites.base import LibraryTests
 
 # 65537 rows of 512 with two states; more states come with fewer rows or a smaller head_dim.
 MAX_ELEMENTS = (1 << 26) + (1 << 11)
@@ -57,14 +56,8 @@ for pair in (False, True):
 """
 
 
-class GpuSuite:
+class GpuSuite(LibraryTests):
     """Nothing differs but the library. A subclass is marked with `skip_unless_served`."""
-
-    library: NativeLibrary
-
-    @pytest.fixture(name="library")
-    def library_fixture(self):
-        return require(self.library)
 
     @pytest.mark.parametrize("head_dim", HEAD_DIMS)
     @pytest.mark.parametrize("out_dtype", DTYPES)

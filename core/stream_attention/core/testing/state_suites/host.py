@@ -7,23 +7,16 @@ import math
 import pytest
 import torch
 
-from stream_attention.core.native import NativeLibrary
 from stream_attention.core.native_merge import merge_on_host
-from stream_attention.core.testing.native_library import require
 from stream_attention.core.testing.state_cases import DTYPES, HEAD_DIMS, StateCase, state_cases
+from stream_attention.core.testing.state_suites.base import LibraryTests
 
 # Larger cases are the GPU test's: one thread walks all vectors here.
 MAX_ELEMENTS = 1 << 18
 
 
-class HostSuite:
+class HostSuite(LibraryTests):
     """Nothing differs but the library."""
-
-    library: NativeLibrary
-
-    @pytest.fixture(name="library")
-    def library_fixture(self):
-        return require(self.library)
 
     @pytest.mark.parametrize("head_dim", HEAD_DIMS)
     @pytest.mark.parametrize("out_dtype", DTYPES)

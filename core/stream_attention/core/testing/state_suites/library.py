@@ -22,8 +22,8 @@ from stream_attention.core.testing.native_library import (
     illegal_descriptors,
     instructions,
     library_file,
-    require,
 )
+from stream_attention.core.testing.state_suites.base import LibraryTests
 
 EXPORTS = frozenset(
     {
@@ -48,14 +48,13 @@ def _listing(*command):
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-class LibrarySuite:
+class LibrarySuite(LibraryTests):
     """What differs: the code inside, the names exported and the devices that the record serves.
 
     machine_code, ptx: targets of the embedded code. instructions: opcodes it must have.
     served: the compute capabilities, of those asked, that the package's rule accepts.
     """
 
-    library: NativeLibrary
     capabilities: ModuleType
     exports: frozenset[str] = EXPORTS
     machine_code: frozenset[str]
@@ -63,10 +62,6 @@ class LibrarySuite:
     instructions: frozenset[str]
     served: frozenset[tuple[int, int]]
     arch: int
-
-    @pytest.fixture(name="library")
-    def library_fixture(self):
-        return require(self.library)
 
     def test_exports_are_the_abi_and_nothing_else(self, library):
         listed = _listing("nm", "--dynamic", "--defined-only", str(library_file(library)))
