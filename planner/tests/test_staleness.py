@@ -1,9 +1,16 @@
-"""A plan notices, for every tensor that it is bound to, that the tensor is no longer the one."""
+"""A plan notices, for every tensor that it is bound to, that the tensor is no longer the one.
+
+Each test runs with torch's guard as the quick check of dtypes, shapes and strides, and without.
+"""
+
+import contextlib
 
 import pytest
 import torch
 
 from stream_attention import PagedKVCache, StalePlanError, StreamAttnEngine
+from stream_attention.planner import plan as plan_module
+from stream_attention.planner import watch
 from stream_attention.planner.testing import FakeRoute, registry_of
 
 FP8 = torch.float8_e4m3fn
@@ -21,8 +28,24 @@ NAMES = (
     "lse",
 )
 
+MODES = {
+    "plain": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "function mode": lambda: torch.device("cpu"),
+}
 
-def bound_plan():
+
+@pytest.fixture(autouse=True, params=["torch's guard", "python"])
+def quick_check(request, monkeypatch):
+    """What compares the forms of the bound tensors."""
+    if request.param == "python":
+        monkeypatch.setattr(watch, "tensor_guards", lambda: None)
+    return request.param
+
+
+def bound_plan(*, runs=1):
     """A plan that is bound to a tensor of every kind, and those tensors by name."""
     bound = {
         "q": torch.zeros(5, 4, 16),
@@ -49,7 +72,8 @@ def bound_plan():
         lse=bound["lse"],
         return_lse=True,
     )
-    plan.run()
+    for _ in range(runs):
+        plan.run()
     return plan, bound
 
 
@@ -131,3 +155,80 @@ def test_a_stale_run_launches_nothing():
     with pytest.raises(StalePlanError):
         plan.run()
     assert route.built[0].runs == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resized_storage_is_named(name):
+    plan, bound = bound_plan()
+    bound[name].untyped_storage().resize_(0)
+    with pytest.raises(StalePlanError, match=rf"^{name}\.data_ptr\(\) changed from 0x\w+ to 0x0:"):
+        plan.run()
+
+
+def test_a_change_before_the_first_run_is_named():
+    plan, bound = bound_plan(runs=0)
+    bound["q"].unsqueeze_(0)
+    with pytest.raises(StalePlanError, match=r"^q\.shape changed from .*; q\.stride\(\) changed"):
+        plan.run()
+
+
+def test_a_change_that_is_undone_is_no_change():
+    plan, bound = bound_plan()
+    bound["q"].unsqueeze_(0)
+    for _ in range(2):
+        with pytest.raises(StalePlanError):
+            plan.run()
+    bound["q"].squeeze_(0)
+    plan.run()
+
+
+@pytest.mark.parametrize("planned", MODES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_is_no_change_and_hides_none(planned, mode):
+    with MODES[planned]():
+        plan, bound = bound_plan()
+    with MODES[mode]():
+        plan.run()
+    plan.run()
+    with torch.inference_mode(bound["value"].is_inference()):
+        bound["value"].transpose_(0, 1)
+    for _ in range(2):
+        with MODES[mode](), pytest.raises(StalePlanError, match=r"^value\.shape changed from"):
+            plan.run()
+
+
+def test_gradients_asked_for_later_are_no_change():
+    plan, bound = bound_plan()
+    bound["q"].requires_grad_()
+    plan.run()
+    bound["q"].requires_grad_(False)
+    plan.run()
+
+
+def test_checks_are_made_once_a_mode(monkeypatch, quick_check):
+    made = []
+
+    def form_check(tensors):
+        made.append(tensors)
+        return watch.form_check(tensors)
+
+    monkeypatch.setattr(plan_module, "form_check", form_check)
+    plan, _ = bound_plan(runs=0)
+    assert not made
+    for _ in range(3):
+        for mode in MODES.values():
+            with mode():
+                plan.run()
+    # Without gradients, and under a mode of functions, torch's guard compares the same keys.
+    assert len(made) == (3 if quick_check == "torch's guard" else 1)
+
+
+def test_a_tensor_with_two_names_is_checked_as_one(monkeypatch):
+    q, k = torch.zeros(2, 4, 16), torch.zeros(2, 8, 2, 16)
+    plan = StreamAttnEngine(registry=registry_of(FakeRoute())).plan(q, k, k)
+    plan.run()
+    monkeypatch.setattr(plan_module, "form_check", lambda tensors: pytest.fail("checked again"))
+    plan.run()
+    k.unsqueeze_(0)
+    with pytest.raises(StalePlanError, match=r"^key\.shape .*; value\.shape "):
+        plan.run()

@@ -37,10 +37,11 @@ class Launch(Protocol):
     """A built route. Owns its scratch; two launches never share any.
 
     `run()` enqueues on the current stream, allocates nothing on a GPU, never syncs, and may be
-    captured in a graph. `rebind(bound)` swaps addresses for tensors of the same shapes, strides,
-    dtypes and device. `unbind()` drops every reference to bound tensors and keeps the scratch; a
-    `rebind` must come before the next run (one-shot calls keep launches that way). `reset()` makes
-    the scratch as new, for use after an aborted launch.
+    captured in a graph; a plan looks the method up once, when it is made. `rebind(bound)` swaps
+    addresses for tensors of the same shapes, strides, dtypes and device. `unbind()` drops every
+    reference to bound tensors and keeps the scratch; a `rebind` must come before the next run
+    (one-shot calls keep launches that way). `reset()` makes the scratch as new, for use after an
+    aborted launch.
     """
 
     backend_plan: AttentionBackendPlan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -14,8 +14,26 @@ from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.tile_plan import AttentionTilePlan
 from stream_attention.planner.dispatch import Built
 from stream_attention.planner.explain import explain
+from stream_attention.planner.watch import Check, form_check
 
 _Watched = tuple[torch.Tensor, int, torch.Size, tuple[int, ...], torch.dtype]
+
+# A plan that runs under several modes in turn (inference, autocast, ...) has a check for each.
+_MODES_KNOWN = 4
+
+
+def index_to_hold(device: torch.device) -> int | None:
+    """The index of `device` where another one may be current when a plan runs, else `None`.
+
+    Asks the runtime: `torch.cuda.device_count` may read an environment that changed since.
+    """
+    if device.type != "cuda" or torch._C._cuda_getDeviceCount() == 1:
+        return None
+    return device.index
+
+
+def _never(*tensors: torch.Tensor) -> bool:
+    return False
 
 
 class AttentionPlan:
@@ -30,10 +48,15 @@ class AttentionPlan:
     """
 
     __slots__ = (
+        "_addresses",
+        "_alike",
         "_device_index",
+        "_known",
         "_launch",
         "_names",
         "_result",
+        "_run_launch",
+        "_tensors",
         "_watched",
         "backend_plan",
         "info",
@@ -59,8 +82,8 @@ class AttentionPlan:
         self.backend_plan = built.backend_plan
         self.info = built.info
         self._launch = built.launch
-        device = described.bound.q.device
-        self._device_index = device.index if device.type == "cuda" else None
+        self._run_launch = built.launch.run
+        self._device_index = index_to_hold(described.bound.q.device)
         out, lse = described.result(), described.result_lse()
         self._result = (out, built.info) if lse is None else (out, lse, built.info)
         watched = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
@@ -71,6 +94,12 @@ class AttentionPlan:
         self._watched: tuple[_Watched, ...] = tuple(
             (t, t.data_ptr(), t.shape, t.stride(), t.dtype) for t in watched.values()
         )
+        self._addresses = tuple((t.data_ptr, address) for t, address, *_ in self._watched)
+        # One tensor may have two names.
+        self._tensors = tuple({id(t): t for t in watched.values()}.values())
+        # The first run makes the check, under its own modes.
+        self._alike: Check = _never
+        self._known: tuple[Check, ...] = ()
 
     def run(self) -> Any:
         """Run on the current stream: `(out, info)`, or `(out, lse, info)` where lse was asked for.
@@ -79,22 +108,29 @@ class AttentionPlan:
         description says so), and may be captured in a graph. Raises `StalePlanError` when a bound
         tensor is no longer what was planned.
         """
-        for tensor, address, shape, stride, dtype in self._watched:
-            if (
-                tensor.data_ptr() != address
-                or tensor.shape != shape
-                or tensor.stride() != stride
-                or tensor.dtype is not dtype
-            ):
-                self._raise_stale()
-        if self._device_index is None or self._device_index == torch.cuda.current_device():
-            self._launch.run()
+        for data_ptr, address in self._addresses:
+            if data_ptr() != address:
+                self._raise_if_stale()
+        if not self._alike(*self._tensors):
+            self._alike = self._check_of_this_mode()
+        if self._device_index is None or torch._C._cuda_getDevice() == self._device_index:
+            self._run_launch()
         else:  # a launch goes to the current device; the caller may be on another one
             with torch.cuda.device(self._device_index):
-                self._launch.run()
+                self._run_launch()
         return self._result
 
-    def _raise_stale(self) -> NoReturn:
+    def _check_of_this_mode(self) -> Check:
+        """The check that takes the bound tensors under the thread's modes; raises if stale."""
+        for known in self._known:
+            if known(*self._tensors):
+                return known
+        self._raise_if_stale()
+        check = form_check(self._tensors)
+        self._known = (check, *self._known[: _MODES_KNOWN - 1])
+        return check
+
+    def _raise_if_stale(self) -> None:
         changes = []
         for name, watched in zip(self._names, self._watched, strict=True):
             tensor, address, shape, stride, dtype = watched
@@ -108,10 +144,11 @@ class AttentionPlan:
                 changes.append(
                     f"{name}.data_ptr() changed from {address:#x} to {tensor.data_ptr():#x}"
                 )
-        raise StalePlanError(
-            f"{'; '.join(changes)}: a plan is bound to the tensors it was made for; plan again, "
-            "or write new contents in place"
-        )
+        if changes:
+            raise StalePlanError(
+                f"{'; '.join(changes)}: a plan is bound to the tensors it was made for; plan "
+                "again, or write new contents in place"
+            )
 
     def reset(self) -> None:
         """Make the scratch as new, after a launch that was aborted."""
