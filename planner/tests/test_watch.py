@@ -74,6 +74,68 @@ def test_torch_has_the_guard():
     assert isinstance(watch.form_check(tensors()).__self__, guards)
 
 
+def guards_over(compare):
+    """A class of guards that calls alike what `compare` gives alike."""
+
+    class Guards:
+        def __init__(self, *tensors, dynamic_dims_sizes, dynamic_dims_strides):
+            self.want = [compare(t) for t in tensors]
+
+        def check(self, *tensors):
+            return [compare(t) for t in tensors] == self.want
+
+    return Guards
+
+
+def strides_that_address(tensor):
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+class OfOtherArguments:
+    def __init__(self, *tensors, sizes):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("guards", "right"),
+    [
+        (guards_over(watch.form_of), True),
+        (guards_over(lambda t: None), False),
+        (guards_over(lambda t: t), False),
+        (guards_over(lambda t: (t.shape, t.stride())), False),
+        (guards_over(lambda t: (t.dtype, t.stride())), False),
+        (guards_over(lambda t: (t.dtype, t.shape)), False),
+        (guards_over(lambda t: (t.dtype, t.shape, strides_that_address(t))), False),
+        (OfOtherArguments, False),
+        (object, False),
+    ],
+)
+def test_guards_that_mean_something_else_are_not_used(guards, right):
+    assert watch.tells_apart(guards) is right
+
+
+def test_a_torch_whose_guards_mean_something_else_is_compared_in_python(monkeypatch):
+    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", guards_over(lambda t: None))
+    watch.tensor_guards.cache_clear()
+    try:
+        assert watch.tensor_guards() is None
+    finally:
+        watch.tensor_guards.cache_clear()
+
+
+@pytest.mark.parametrize("default", ["meta", "cpu"])
+def test_guards_are_tried_out_whatever_the_defaults_are(default):
+    watch.tensor_guards.cache_clear()
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device(default), torch.inference_mode():
+            assert watch.tensor_guards() is not None
+    finally:
+        torch.set_default_dtype(kept)
+        watch.tensor_guards.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("device", "count", "index"),
     [("cpu", 0, None), ("cpu", 2, None), ("cuda:0", 1, None), ("cuda:0", 2, 0), ("cuda:3", 8, 3)],

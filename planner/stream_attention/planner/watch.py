@@ -19,12 +19,48 @@ Check = Callable[..., bool]
 
 @functools.cache
 def tensor_guards() -> Any:
-    """torch's class of guards over many tensors, or `None`: it is not part of the public API."""
+    """torch's class of guards over many tensors, or `None`: it is not part of the public API.
+
+    Present in torch 2.10 to 2.13. Another torch may drop it or give it another meaning, so it is
+    used only once it has told apart what a plan must tell apart.
+    """
     try:
         from torch._C._dynamo.guards import TensorGuards
     except ImportError:
         return None
-    return TensorGuards
+    return TensorGuards if tells_apart(TensorGuards) else None
+
+
+def tells_apart(guards: Any) -> bool:
+    """Whether a guard says yes to what it was made of, and no to each kind of other form.
+
+    The axis of one element is there because its stride, which addresses nothing, is compared too.
+    """
+    # On the CPU whatever the default device is: a first run may be one that a graph captures.
+    first = torch.empty(64, dtype=torch.float32, device="cpu")
+    second = first.as_strided((2, 1, 3), (8, 7, 1))
+    others = (
+        second.view(torch.int32),
+        second.as_strided((2, 1, 2), (8, 7, 1)),
+        second.as_strided((2, 1, 3), (9, 7, 1)),
+        second.as_strided((2, 1, 3), (8, 6, 1)),
+        second.as_strided((2, 1, 3, 1), (8, 7, 1, 1)),
+        second.as_strided((2, 3), (8, 1)),
+    )
+    try:
+        check = _guard(guards, (first, second))
+        return check(first, second) is True and not any(check(first, t) for t in others)
+    except Exception:  # whatever a changed function raises at arguments that it does not know
+        return False
+
+
+def _guard(guards: Any, tensors: Sequence[torch.Tensor]) -> Check:
+    check: Check = guards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    ).check
+    return check
 
 
 def form_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
@@ -41,11 +77,7 @@ def form_check(tensors: Sequence[torch.Tensor]) -> Check:
     forms = tuple(map(form_of, tensors))
     guards = tensor_guards()
     if guards is not None:
-        check: Check = guards(
-            *tensors,
-            dynamic_dims_sizes=[list(shape) for _, shape, _ in forms],
-            dynamic_dims_strides=[list(stride) for _, _, stride in forms],
-        ).check
+        check = _guard(guards, tensors)
         if check(*tensors):
             return check
     # What torch cannot guard here and now is compared in Python.
