@@ -1,4 +1,4 @@
-"""What a run of sm90_decode hands to its one foreign call, without a GPU and without the library.
+"""What a run of sm90_decode hands to its one foreign call, without a GPU.
 
 A C callback stands in for the kernel, so that arguments pass through ctypes as they do there; what
 is asked of the CUDA runtime is counted.
@@ -13,8 +13,10 @@ import torch
 
 from stream_attention.core.native import NativeLaunchError
 from stream_attention.core.testing.checks import H200, bind
+from stream_attention.core.testing.native_library import require
 from stream_attention.core.testing.problems import Case, build
 from stream_attention.kernels_sm90 import decode
+from stream_attention.kernels_sm90.library import LIBRARY
 
 # Above 32 bits, and with the top bit of an address set: what a default conversion would cut.
 STREAMS = (0, 0x7F12_3456_9ABC_DEF0, 0xFFFF_8000_0000_0008)
@@ -210,3 +212,22 @@ def test_a_reset_waits_except_during_a_capture(library, runtime):
         launch.reset()
         assert bool((launch._scratch == EMPTY).all())
         assert runtime.asked["synchronize"] == waited + more
+
+
+def test_the_library_takes_arguments_that_are_converted_already():
+    """It refuses the dtype before it asks for a GPU, so that params and status are seen to pass."""
+    require(LIBRARY)
+    params = decode.DecodeParams(dtype=7)
+    arguments = (
+        ctypes.byref(params),
+        ctypes.c_int32.from_param(132),
+        ctypes.c_void_p.from_param(STREAMS[1]),
+    )
+    status = decode.launcher()(*arguments)
+    with pytest.raises(NativeLaunchError, match=r"dtype: must be 1 \(float16\)") as caught:
+        decode.check("stream_attention_decode", status)
+    assert (
+        caught.value.status
+        == status
+        == decode.functions().stream_attention_decode(ctypes.byref(params), 132, STREAMS[1])
+    )
