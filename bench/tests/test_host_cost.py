@@ -80,10 +80,13 @@ def test_the_native_row_gives_the_reasons_of_the_route():
 
 def test_the_native_row_times_that_route_whatever_its_estimate():
     registry = Records(native_record())
-    run, launch = host_cost.native_costs(samples=3, device=torch.device("cpu"), registry=registry)
+    costs = host_cost.native_costs(samples=3, device=torch.device("cpu"), registry=registry)
+    run, launch, checks = costs
     assert run.bar_us == 3.0 and run.timing.n == 3
     assert run.timing.calls_per_sample == host_cost.LAUNCHES_A_SAMPLE == 200
-    assert launch.bar_us is None and launch.timing.p50_us < run.timing.p50_us
+    assert launch.bar_us is checks.bar_us is None
+    assert launch.timing.p50_us < checks.timing.p50_us
+    assert launch.timing.p50_us < run.timing.p50_us
 
 
 def test_import_time_is_of_a_fresh_process():
@@ -100,7 +103,8 @@ def test_the_program_prints_a_table_and_writes_samples(tmp_path, capsys):
     data = json.loads(path.read_text())
     costs = {cost["name"]: cost for cost in data["costs"]}
     native = costs.pop(host_cost.NATIVE_RUN)
-    costs.pop("… its launch alone", None)
+    for part in (host_cost.NATIVE_LAUNCH, host_cost.NATIVE_CHECKS):
+        assert (costs.pop(part, None) is None) == bool(native["missing"])
     assert data["schema"] == host_cost.SCHEMA and len(costs) == 6
     assert status == int(any(cost["met"] is False for cost in data["costs"]))
     assert all(cost["timing"]["samples_us"] for cost in costs.values())
@@ -108,3 +112,12 @@ def test_the_program_prints_a_table_and_writes_samples(tmp_path, capsys):
     assert "plan.run()" in shown
     assert (native["timing"] is None) == bool(native["missing"])
     assert native["missing"] in shown
+    assert host_cost.SLOW_CHECK not in shown
+
+
+def test_the_program_says_when_forms_are_compared_in_python(monkeypatch, capsys):
+    monkeypatch.setattr(host_cost, "tensor_guards", lambda: None)
+    values = flags.FlagValues()
+    host_cost.define_flags(values)
+    host_cost.main(values(["host_cost", "--repeats=2", "--samples=1", "--imports=1"]), values)
+    assert host_cost.SLOW_CHECK in capsys.readouterr().out

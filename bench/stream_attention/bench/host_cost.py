@@ -5,8 +5,9 @@
 
 The backend does nothing, so what is timed is the engine alone: `plan.run()`, `plan()` with and
 without validation, and the import in a fresh process over `import torch`. These rows need no GPU.
-Where the route `sm90_decode` can run, its `plan.run()` is timed too, over requests without tokens;
-elsewhere the row says why it is missing. Exit status 1 when a bar is not met.
+Where the route `sm90_decode` can run, its `plan.run()` is timed too, over requests without tokens,
+as a whole and in its two parts; elsewhere the row says why it is missing. Exit status 1 when a bar
+is not met.
 """
 
 from __future__ import annotations
@@ -41,18 +42,23 @@ from stream_attention.core.device import device_facts
 from stream_attention.core.launch import BoundTensors
 from stream_attention.core.registry import AttentionRecord, Registry, default_registry
 from stream_attention.core.tile_plan import AttentionTilePlan
+from stream_attention.planner.watch import tensor_guards
 
 FLAGS = flags.FLAGS
 SCHEMA = "stream_attention.bench.host_cost/2"
 NOOP_ROUTE = "noop"
 NATIVE_ROUTE = "sm90_decode"
 NATIVE_RUN = f"plan.run() of {NATIVE_ROUTE}, no tokens"
+NATIVE_LAUNCH = "… its launch alone"
+NATIVE_CHECKS = "… its staleness check alone"
 
 # The project's bars, in microseconds.
 RUN_BAR_US = 8.0
 PLAN_BAR_US = 500.0
 IMPORT_BAR_US = 300_000.0
 NATIVE_RUN_BAR_US = 3.0
+
+SLOW_CHECK = "plan.run() compares shapes and strides in Python: this torch has no guard that does"
 
 # Launches between two syncs: with a thousand in its queue a launch waits for the GPU.
 LAUNCHES_A_SAMPLE = 200
@@ -159,7 +165,7 @@ def native_costs(
     device: torch.device | None = None,
     registry: Registry | None = None,
 ) -> tuple[Cost, ...]:
-    """`plan.run()` of the native decode route, and its launch without the plan around it.
+    """`plan.run()` of the native decode route, its launch without the plan, the plan without it.
 
     Eight requests without tokens: the launch itself, with next to no work behind it. Wall clock of
     the host over `LAUNCHES_A_SAMPLE` calls, the device idle before each sample. One row with the
@@ -182,9 +188,12 @@ def native_costs(
         return (Cost(NATIVE_RUN, None, NATIVE_RUN_BAR_US, "; ".join(reasons)),)
     record = records[NATIVE_ROUTE]
     pool = build_pool(case, device, seed=0)
-    plan = StreamAttnEngine(registry=_only(record)).plan(pool.q, pool.cache, mode="exact_native")
-    _, info = plan.run()
-    assert info.route == NATIVE_ROUTE, info
+    plan, checks = (
+        StreamAttnEngine(registry=holding).plan(pool.q, pool.cache, mode="exact_native")
+        for holding in (_only(record), noop_registry())
+    )
+    assert (plan.route, checks.route) == (NATIVE_ROUTE, NOOP_ROUTE), (plan, checks)
+    plan.run()
     call = describe(pool.q, pool.cache)
     assert record.build is not None
     tiles = AttentionTilePlan.for_problem(call.problem)
@@ -196,7 +205,8 @@ def native_costs(
 
     return (
         Cost(NATIVE_RUN, timed(plan.run), NATIVE_RUN_BAR_US),
-        Cost("… its launch alone", timed(launch.run)),
+        Cost(NATIVE_LAUNCH, timed(launch.run)),
+        Cost(NATIVE_CHECKS, timed(checks.run)),
     )
 
 
@@ -322,6 +332,8 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
         *import_costs(values.imports),
     )
     console.print(cost_table(costs))
+    if tensor_guards() is None:
+        console.print(f"  {SLOW_CHECK}", soft_wrap=True)
     for cost in costs:
         if cost.missing:
             console.print(Text(f"  {cost.name}: missing: {cost.missing}"), soft_wrap=True)
