@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 Check = Callable[..., bool]
+Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
 @functools.cache
 def tensor_guards() -> Any:
     """torch's class of guards over many tensors, or `None`: it is not part of the public API.
 
-    Present in torch 2.10 to 2.13. Another torch may drop it or give it another meaning, so it is
+    torch 2.11 and 2.13 have it. Another may drop it or give it another meaning, so it is
     used only once it has told apart what a plan must tell apart.
     """
     try:
@@ -63,7 +64,7 @@ def _guard(guards: Any, tensors: Sequence[torch.Tensor]) -> Check:
     return check
 
 
-def form_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+def form_of(tensor: torch.Tensor) -> Form:
     """Dtype, shape and strides of `tensor`."""
     return tensor.dtype, tensor.shape, tensor.stride()
 
@@ -81,4 +82,11 @@ def form_check(tensors: Sequence[torch.Tensor]) -> Check:
         if check(*tensors):
             return check
     # What torch cannot guard here and now is compared in Python.
-    return lambda *now: tuple(map(form_of, now)) == forms
+    return functools.partial(_have_forms, forms)
+
+
+def _have_forms(forms: tuple[Form, ...], *tensors: torch.Tensor) -> bool:
+    for (dtype, shape, stride), tensor in zip(forms, tensors, strict=True):
+        if tensor.dtype is not dtype or tensor.shape != shape or tensor.stride() != stride:
+            return False
+    return True
