@@ -131,6 +131,7 @@ def test_guards_are_tried_out_whatever_the_defaults_are(default):
     try:
         with torch.device(default), torch.inference_mode():
             assert watch.tensor_guards() is not None
+            assert not watch.tells_apart(guards_over(lambda t: (t.shape, t.stride())))
     finally:
         torch.set_default_dtype(kept)
         watch.tensor_guards.cache_clear()
