@@ -23,9 +23,17 @@ def test_an_access_before_the_wait_is_found(monkeypatch):
             /*0020*/ LDGSTS.E.BYPASS.128 [R7], desc[UR6][R4.64] ;
         Function : never_waits
             /*0000*/ STG.E [R2.64], R1 ;
+        Function : takes_hints
+            /*0000*/ LDG.E.STRONG.GPU R1, desc[UR4][R2.64] ;
+            /*0010*/ ACQBULK ;
+            /*0020*/ LDG.E R1, desc[UR4][R2.64] ;
+        Function : writes_early
+            /*0000*/ LDG.E.STRONG.GPU R1, desc[UR4][R2.64] ;
+            /*0010*/ STG.E.STRONG.GPU desc[UR4][R2.64], R1 ;
+            /*0020*/ ACQBULK ;
         """,
     )
-    assert native_library.early_accesses(LIBRARY) == {"early"}
+    assert native_library.early_accesses(LIBRARY) == {"early", "writes_early"}
 
 
 def test_a_descriptor_in_an_odd_register_is_found(monkeypatch):

@@ -52,6 +52,9 @@ const char* stream_attention_decode_error_string(int32_t status) {
     case STREAM_ATTENTION_DECODE_NULL_POINTER: return "a required pointer is null";
     case STREAM_ATTENTION_DECODE_MISALIGNED:
       return "q, key, value: must be aligned to 16 bytes, out to 8, scratch to 32";
+    case STREAM_ATTENTION_DECODE_BAD_STRIDE:
+      return "strides of pages and tokens: must be multiples of 16 bytes below 64 GiB; of the page "
+             "table: below 2^32 elements";
     default: return cudaGetErrorString(static_cast<cudaError_t>(status));
   }
 }
@@ -88,6 +91,22 @@ int32_t stream_attention_decode_begin(int32_t total_tiles, int32_t blocks, int32
 
 int32_t stream_attention_decode_owner(int32_t total_tiles, int32_t blocks, int32_t tile) {
   return EqualCuts(total_tiles, Divider::of(blocks)).owner(tile);
+}
+
+void stream_attention_decode_shares(int32_t total_tiles, int32_t blocks, int32_t* first,
+                                    int32_t* last, int32_t* step) {
+  const Shares shares(EqualCuts(total_tiles, Divider::of(blocks)));
+  *first = shares.first;
+  *last = shares.last;
+  *step = shares.step;
+}
+
+int32_t stream_attention_decode_blocks_for(int32_t count, int32_t share) {
+  return blocks_for(count, share);
+}
+
+int32_t stream_attention_decode_part_begin(int32_t count, int32_t parts, int32_t part) {
+  return part_begin(count, parts, part);
 }
 
 int32_t stream_attention_decode_divide(int32_t n, int32_t divisor) {

@@ -15,6 +15,7 @@ enum StreamAttentionDecodeStatus {
   STREAM_ATTENTION_DECODE_BAD_DTYPE = -103,
   STREAM_ATTENTION_DECODE_NULL_POINTER = -104,
   STREAM_ATTENTION_DECODE_MISALIGNED = -105,
+  STREAM_ATTENTION_DECODE_BAD_STRIDE = -106,
 };
 
 // What K and V hold.
@@ -49,6 +50,7 @@ struct StreamAttentionDecodeParams {
   int32_t kv_dtype;                              // StreamAttentionKvDtype
   int32_t causal, window_left;                   // window_left < 0: none
   float sm_scale, soft_cap;                      // soft_cap <= 0: none
+  int32_t num_pages;                             // of key and value
 };
 
 // How a problem is launched; depends on shapes and the device, never on lengths.
@@ -61,7 +63,7 @@ struct StreamAttentionDecodeGeometry {
   int32_t tile_tokens;
   int32_t threads;
   int32_t shared_bytes;
-  int32_t stages;
+  int32_t slots;            // of the ring: each holds K or V of a tile
 };
 
 // sizeof of the params (0) or the geometry (1) as this library was compiled.
@@ -90,6 +92,13 @@ STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_begin(int32_t total_tile
                                                               int32_t block);
 STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_owner(int32_t total_tiles, int32_t blocks,
                                                               int32_t tile);
+// The shares tried where requests may have blocks of their own; the tiles of such a block.
+STREAM_ATTENTION_EXPORT void stream_attention_decode_shares(int32_t total_tiles, int32_t blocks,
+                                                            int32_t* first, int32_t* last,
+                                                            int32_t* step);
+STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_blocks_for(int32_t count, int32_t share);
+STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_part_begin(int32_t count, int32_t parts,
+                                                                   int32_t part);
 STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_divide(int32_t n, int32_t divisor);
 STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_slice_log2(int32_t vectors, int32_t parts);
 

@@ -20,6 +20,8 @@ struct DecodeLaunch {
   int rows_total;  // qo_len * group
   float scale;     // of the scores, in powers of two; before a cap: of its argument
   float cap;       // 0: none
+  // Strides of K and V in pieces of 16 bytes.
+  uint32_t k_page_pieces, k_token_pieces, v_page_pieces, v_token_pieces;
 };
 
 // Where a warp is in its block's range of tiles.
@@ -36,21 +38,53 @@ struct Cursor {
 struct Range {
   int before;  // tiles of all requests ahead of the first one
   int total;   // tiles of all requests
+  // Where requests have blocks of their own: those of the block's. No parts: they have not.
+  int first_block, parts;
 };
 
-struct KvLens {
+// Reads what a producer may still be writing: a value that is old or new, which past the wait for
+// the producer must be read again. Bypasses L1, so that nothing stale is left there.
+__device__ __forceinline__ int read_hint(const int32_t* from) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
+  return value;
+}
+
+// Lengths of one KV head's requests, in memory.
+struct Lens {
   const StreamAttentionDecodeParams& p;
   const int32_t* lens;
 
-  __device__ __forceinline__ KvLens(const StreamAttentionDecodeParams& params, int head)
+  __device__ __forceinline__ Lens(const StreamAttentionDecodeParams& params, int head)
       : p(params),
         lens(params.kv_lens ? params.kv_lens + head * params.lens_head_stride : nullptr) {}
 
-  __device__ __forceinline__ int operator()(int request) const {
-    if (request >= p.batch) return 0;
+  // What memory says of a request; `request` < batch. kHint: before the wait for the producer.
+  template <bool kHint>
+  __device__ __forceinline__ int read(int request) const {
     if (lens == nullptr) return p.capacity;
-    const int kv_len = __ldg(lens + request * p.lens_batch_stride);
+    const int32_t* from = lens + request * p.lens_batch_stride;
+    return kHint ? read_hint(from) : *from;
+  }
+
+  __device__ __forceinline__ int bounded(int kv_len) const {
     return min(max(kv_len, 0), p.capacity);
+  }
+
+  __device__ __forceinline__ int operator()(int request) const {
+    return request < p.batch ? bounded(read<false>(request)) : 0;
+  }
+};
+
+// Lengths that were read before: a lane's or a thread's own request's.
+struct KnownLens {
+  int batch;
+  int own;
+  const int* shared;  // of all requests, where they are more than lanes
+
+  __device__ __forceinline__ int operator()(int request) const {
+    if (request >= batch) return 0;
+    return batch <= 32 ? __shfl_sync(0xffffffffu, own, request) : shared[request];
   }
 };
 
@@ -59,8 +93,8 @@ __device__ __forceinline__ RequestTiles tiles_of(const StreamAttentionDecodePara
   return request_tiles(kv_len, p.qo_len, p.window_left, Shape::kTile);
 }
 
-template <class Shape>
-__device__ __forceinline__ void advance(const StreamAttentionDecodeParams& p, const KvLens& lens,
+template <class Shape, class AnyLens>
+__device__ __forceinline__ void advance(const StreamAttentionDecodeParams& p, const AnyLens& lens,
                                         Cursor& at) {
   ++at.tile;
   --at.in_block;
@@ -84,18 +118,69 @@ __device__ __forceinline__ int inclusive_sum(int value) {
   return value;
 }
 
-// Up to 32 requests: every warp finds the range for itself.
+// One request.
 template <class Shape>
-__device__ __forceinline__ void locate_in_warp(const DecodeLaunch& launch, const KvLens& lens,
-                                               int block, Cursor& at, Range& range) {
+__device__ __forceinline__ void locate_single(const DecodeLaunch& launch, int kv_len, int block,
+                                              Cursor& at, Range& range) {
+  at.request = 0;
+  at.kv_len = kv_len;
+  at.next_kv_len = 0;
+  const RequestTiles tiles = tiles_of<Shape>(launch.p, kv_len);
+  range = Range{0, tiles.count, 0, 0};
+  const EqualCuts cuts(range.total, launch.blocks);
+  const int begin = cuts.begin(block);
+  at.in_block = cuts.begin(block + 1) - begin;
+  at.tile = tiles.first + begin;
+  at.in_request = tiles.count - begin;
+}
+
+// Whether each of up to 32 requests can have blocks of its own at nearly the equal share of tiles.
+// `own`: the blocks of the lane's request with `count` tiles; `through`: those of all requests up to
+// and with it.
+__device__ __forceinline__ bool have_own_blocks(const DecodeLaunch& launch, int count,
+                                          const EqualCuts& cuts, int& own, int& through) {
+  const int most = static_cast<int>(launch.blocks.divisor);
+  if (launch.p.batch > most) return false;
+  const Shares shares(cuts);
+#pragma unroll 1
+  for (int share = shares.first; share <= shares.last; share += shares.step) {
+    own = blocks_for(count, share);
+    through = inclusive_sum(own);
+    if (__shfl_sync(0xffffffffu, through, 31) <= most) return true;
+  }
+  return false;
+}
+
+// Up to 32 requests: every warp finds the range for itself. `kv_len`: of the lane's request.
+template <class Shape>
+__device__ __forceinline__ void locate_in_warp(const DecodeLaunch& launch, int kv_len, int block,
+                                               Cursor& at, Range& range) {
   const StreamAttentionDecodeParams& p = launch.p;
   const int lane = threadIdx.x % 32;
-  const int kv_len = lens(lane);
   const RequestTiles tiles = tiles_of<Shape>(p, kv_len);
   const int count = lane < p.batch ? tiles.count : 0;
   const int through = inclusive_sum(count);
   range.total = __shfl_sync(0xffffffffu, through, 31);
+  range.parts = 0;
   const EqualCuts cuts(range.total, launch.blocks);
+  int own, used_through;
+  if (have_own_blocks(launch, count, cuts, own, used_through)) {
+    const int mine = __popc(__ballot_sync(0xffffffffu, used_through <= block));
+    at.request = min(mine, p.batch - 1);
+    range.parts = __shfl_sync(0xffffffffu, own, at.request);
+    range.first_block = __shfl_sync(0xffffffffu, used_through - own, at.request);
+    const RequestTiles here{__shfl_sync(0xffffffffu, tiles.first, at.request),
+                            __shfl_sync(0xffffffffu, count, at.request)};
+    at.kv_len = __shfl_sync(0xffffffffu, kv_len, at.request);
+    at.next_kv_len = 0;
+    // A block that no request needs lies past the last one's.
+    const int part = min(block - range.first_block, range.parts);
+    const int begin = part_begin(here.count, range.parts, part);
+    at.in_block = mine < p.batch ? part_begin(here.count, range.parts, part + 1) - begin : 0;
+    at.tile = here.first + begin;
+    at.in_request = here.count - begin;
+    return;
+  }
   const int begin = cuts.begin(block);
   at.in_block = cuts.begin(block + 1) - begin;
   // A block without tiles begins at `total`, past every request.
@@ -110,87 +195,117 @@ __device__ __forceinline__ void locate_in_warp(const DecodeLaunch& launch, const
   at.in_request = __shfl_sync(0xffffffffu, count, at.request) - skipped;
 }
 
-// Any number of requests: the threads scan them together. `shared`: kWarps + 2 words.
+// What threads share when they search together.
 template <class Shape>
-__device__ void locate_in_block(const DecodeLaunch& launch, const KvLens& lens, int block,
-                                int* shared, Cursor& at, Range& range) {
-  const StreamAttentionDecodeParams& p = launch.p;
-  constexpr int kThreads = 32 * Shape::kWarps;
-  int* sums = shared;
-  int* found = shared + Shape::kWarps;
-  const auto scan = [&](int start, int ahead, int& count) {
-    const int request = start + static_cast<int>(threadIdx.x);
-    count = request < p.batch ? tiles_of<Shape>(p, lens(request)).count : 0;
-    int through = inclusive_sum(count);
-    __syncthreads();
-    if (threadIdx.x % 32 == 31) sums[threadIdx.x / 32] = through;
-    __syncthreads();
-    int all = 0;
-#pragma unroll
-    for (int i = 0; i < Shape::kWarps; ++i) {
-      if (i < static_cast<int>(threadIdx.x / 32)) through += sums[i];
-      all += sums[i];
-    }
-    range.total = ahead + all;
-    return ahead + through;
-  };
-  const auto note = [&](int start, int begin, int through, int count) {
-    if (count > 0 && through - count <= begin && begin < through) {
-      found[0] = start + static_cast<int>(threadIdx.x);
-      found[1] = through - count;
-    }
-  };
-  int count, through = 0;
-  range.total = 0;
-  for (int start = 0; start < p.batch; start += kThreads) {
-    through = scan(start, range.total, count);
-  }
-  const int total = range.total;
-  const EqualCuts cuts(total, launch.blocks);
-  const int begin = cuts.begin(block);
-  at.in_block = cuts.begin(block + 1) - begin;
-  if (at.in_block == 0) return;
-  if (p.batch <= kThreads) {
-    note(0, begin, through, count);
-  } else {
-    range.total = 0;
-    for (int start = 0; start < p.batch && range.total <= begin; start += kThreads) {
-      through = scan(start, range.total, count);
-      note(start, begin, through, count);
-    }
-    range.total = total;
-  }
+struct Search {
+  int sums[Shape::kWarps];
+  int request, before;
+  int lens[Shape::kThreads];
+};
+
+// Tiles up to and with the thread's request, of a block's worth of requests; `all`: of all of them.
+template <class Shape>
+__device__ __forceinline__ int scan_block(Search<Shape>& search, int count, int& all) {
+  int through = inclusive_sum(count);
   __syncthreads();
-  at.request = found[0];
-  range.before = found[1];
-  at.kv_len = lens(at.request);
-  at.next_kv_len = lens(at.request + 1);
-  const RequestTiles tiles = tiles_of<Shape>(p, at.kv_len);
+  if (threadIdx.x % 32 == 31) search.sums[threadIdx.x / 32] = through;
+  __syncthreads();
+  all = 0;
+#pragma unroll
+  for (int i = 0; i < Shape::kWarps; ++i) {
+    if (i < static_cast<int>(threadIdx.x / 32)) through += search.sums[i];
+    all += search.sums[i];
+  }
+  return through;
+}
+
+// Whether a request with `count` tiles, the last of which is the `through`-th, holds tile `begin`.
+__device__ __forceinline__ bool holds(int through, int count, int begin) {
+  return through - count <= begin && begin < through;
+}
+
+template <class Shape>
+__device__ __forceinline__ void start_at(const DecodeLaunch& launch, const Search<Shape>& search,
+                                         int begin, int kv_len, int next_kv_len, Cursor& at,
+                                         Range& range) {
+  at.request = search.request;
+  range.before = search.before;
+  at.kv_len = kv_len;
+  at.next_kv_len = next_kv_len;
+  const RequestTiles tiles = tiles_of<Shape>(launch.p, kv_len);
   const int skipped = begin - range.before;
   at.tile = tiles.first + skipped;
   at.in_request = tiles.count - skipped;
 }
 
-// The start of a block's range.
+// Up to one request a thread: `kv_len` is that of the thread's.
 template <class Shape>
-__device__ __forceinline__ void locate(const DecodeLaunch& launch, const KvLens& lens, int block,
-                                       int* shared, Cursor& at, Range& range) {
+__device__ __forceinline__ void locate_in_block(const DecodeLaunch& launch, int kv_len, int block,
+                                                Search<Shape>& search, Cursor& at, Range& range) {
+  const StreamAttentionDecodeParams& p = launch.p;
+  const int request = threadIdx.x;
+  const int count = request < p.batch ? tiles_of<Shape>(p, kv_len).count : 0;
+  search.lens[request] = kv_len;
+  range.parts = 0;
+  const int through = scan_block(search, count, range.total);
+  const EqualCuts cuts(range.total, launch.blocks);
+  const int begin = cuts.begin(block);
+  at.in_block = cuts.begin(block + 1) - begin;
+  if (holds(through, count, begin)) {
+    search.request = request;
+    search.before = through - count;
+  }
+  __syncthreads();
+  if (at.in_block == 0) return;
+  const int next = search.request + 1;
+  start_at(launch, search, begin, search.lens[search.request],
+           next < p.batch ? search.lens[next] : 0, at, range);
+}
+
+// Any number of requests, in turns of one a thread.
+template <class Shape>
+__device__ void locate_in_turns(const DecodeLaunch& launch, const Lens& lens, int block,
+                                Search<Shape>& search, Cursor& at, Range& range) {
+  const StreamAttentionDecodeParams& p = launch.p;
+  const auto count_of = [&](int request) {
+    return request < p.batch ? tiles_of<Shape>(p, lens(request)).count : 0;
+  };
+  range.total = range.parts = 0;
+  for (int start = 0; start < p.batch; start += Shape::kThreads) {
+    int all;
+    scan_block(search, count_of(start + threadIdx.x), all);
+    range.total += all;
+  }
+  const EqualCuts cuts(range.total, launch.blocks);
+  const int begin = cuts.begin(block);
+  at.in_block = cuts.begin(block + 1) - begin;
+  if (at.in_block == 0) return;
+  int ahead = 0;
+  for (int start = 0; start < p.batch && ahead <= begin; start += Shape::kThreads) {
+    const int request = start + threadIdx.x, count = count_of(request);
+    int all;
+    const int through = ahead + scan_block(search, count, all);
+    ahead += all;
+    if (holds(through, count, begin)) {
+      search.request = request;
+      search.before = through - count;
+    }
+  }
+  __syncthreads();
+  start_at(launch, search, begin, lens(search.request), lens(search.request + 1), at, range);
+}
+
+// The start of a block's range, for up to one request a thread. `own`: the length of the request
+// that is the lane's, or, where requests are more than lanes, the thread's.
+template <class Shape>
+__device__ __forceinline__ void locate(const DecodeLaunch& launch, int own, int block,
+                                       Search<Shape>& search, Cursor& at, Range& range) {
   if (launch.p.batch == 1) {
-    at.request = 0;
-    at.kv_len = lens(0);
-    at.next_kv_len = 0;
-    const RequestTiles tiles = tiles_of<Shape>(launch.p, at.kv_len);
-    range.before = 0;
-    range.total = tiles.count;
-    const EqualCuts cuts(range.total, launch.blocks);
-    const int begin = cuts.begin(block);
-    at.in_block = cuts.begin(block + 1) - begin;
-    at.tile = tiles.first + begin;
-    at.in_request = tiles.count - begin;
+    locate_single<Shape>(launch, own, block, at, range);
   } else if (launch.p.batch <= 32) {
-    locate_in_warp<Shape>(launch, lens, block, at, range);
+    locate_in_warp<Shape>(launch, own, block, at, range);
   } else {
-    locate_in_block<Shape>(launch, lens, block, shared, at, range);
+    locate_in_block<Shape>(launch, own, block, search, at, range);
   }
 }
 

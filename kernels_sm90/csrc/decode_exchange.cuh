@@ -125,17 +125,24 @@ struct Region {
                  published(state.out.w), published(state.top), published(state.sum)});
   }
 
-  // Waits for two items, which may be the same one, empties their places, and merges them.
-  __device__ __forceinline__ void take(State& state, int first, int second) const {
+  // Waits for up to two items a lane (`count`), empties their places, and merges them. All lanes
+  // wait together: lanes that leave the loop one by one would take the code that follows, which
+  // is full of shuffles, through its slow form for warps that have come apart (1.2 us, far away in
+  // the kernel and thus not in a cache).
+  __device__ __forceinline__ void take(State& state, int count, int first, int second) const {
     uint32_t a[6], b[6];
+    bool ready;
     do {
-      load(first, a);
-      load(second, b);
-    } while (!is_present(a) || !is_present(b));
+      if (count > 0) load(first, a);
+      if (count > 1) load(second, b);
+      ready = (count < 1 || is_present(a)) && (count < 2 || is_present(b));
+    } while (!__all_sync(0xffffffffu, ready));
     const uint32_t absent[6] = {kAbsent, kAbsent, kAbsent, kAbsent, kAbsent, kAbsent};
-    store(first, absent);
-    add(state, state_of(a));
-    if (second != first) {
+    if (count > 0) {
+      store(first, absent);
+      add(state, state_of(a));
+    }
+    if (count > 1) {
       store(second, absent);
       add(state, state_of(b));
     }

@@ -15,6 +15,7 @@ constexpr int kMostBlocks = 128;
 template <class T, class E, int kHeadDim, int kRows, bool kWholePages>
 struct Instance {
   using Shape = DecodeShape<kHeadDim, kRows, sizeof(E)>;
+  static constexpr int kElementBytes = sizeof(E);
   static constexpr auto kKernel = decode_kernel<T, E, kHeadDim, kRows, kWholePages>;
 };
 
@@ -84,7 +85,7 @@ StreamAttentionDecodeGeometry geometry_of(const StreamAttentionDecodeParams& p, 
   g.tile_tokens = Shape::kTile;
   g.threads = Shape::kThreads;
   g.shared_bytes = Shape::kSharedBytes;
-  g.stages = Shape::kStages;
+  g.slots = Shape::kSlots;
   if (g.blocks_per_head > 1) {
     g.scratch_floats = 2 * g.grid * region_floats(Shape::N * Shape::D / 4, g.blocks_per_head);
   }
@@ -105,11 +106,27 @@ DecodeLaunch launch_of(const StreamAttentionDecodeParams& p,
   const bool capped = p.soft_cap > 0.f;
   launch.scale = capped ? p.sm_scale / p.soft_cap : p.sm_scale * kLog2E;
   launch.cap = capped ? p.soft_cap * kLog2E : 0.f;
+  constexpr int64_t kPiece = 16 / Chosen::kElementBytes;
+  launch.k_page_pieces = static_cast<uint32_t>(p.k_page_stride / kPiece);
+  launch.k_token_pieces = static_cast<uint32_t>(p.k_token_stride / kPiece);
+  launch.v_page_pieces = static_cast<uint32_t>(p.v_page_stride / kPiece);
+  launch.v_token_pieces = static_cast<uint32_t>(p.v_token_stride / kPiece);
   return launch;
 }
 
 bool aligned(const void* pointer, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+// Strides of whole pieces of 16 bytes, whose number fits 32 bits (64 GiB).
+template <class Chosen>
+bool addressable(const StreamAttentionDecodeParams& p) {
+  constexpr int64_t kPiece = 16 / Chosen::kElementBytes;
+  for (const int64_t stride :
+       {p.k_page_stride, p.k_token_stride, p.v_page_stride, p.v_token_stride}) {
+    if (stride < 0 || stride % kPiece != 0 || stride / kPiece > UINT32_MAX) return false;
+  }
+  return p.table_batch_stride >= 0 && p.table_batch_stride <= UINT32_MAX;
 }
 
 int check_pointers(const StreamAttentionDecodeParams& p,
@@ -133,9 +150,15 @@ template <class Chosen>
 int prepare(const DecodeCall& call) {
   const int fault = check_pointers(*call.params, geometry_of<Chosen>(*call.params, call.num_sms));
   if (fault != STREAM_ATTENTION_OK) return fault;
-  return finish_call(cudaFuncSetAttribute(Chosen::kKernel,
-                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          Chosen::Shape::kSharedBytes));
+  if (!addressable<Chosen>(*call.params)) return STREAM_ATTENTION_DECODE_BAD_STRIDE;
+  cudaError_t error =
+      cudaFuncSetAttribute(Chosen::kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           Chosen::Shape::kSharedBytes);
+  if (error == cudaSuccess) {  // room for the next launch's block beside this one's
+    error = cudaFuncSetAttribute(Chosen::kKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                 cudaSharedmemCarveoutMaxShared);
+  }
+  return finish_call(error);
 }
 
 template <class Chosen>

@@ -23,134 +23,220 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
   using Work = DecodeWork<T, E, Shape, kWholePages>;
   using typename Work::ChunkPlace;
   using Work::D, Work::N, Work::kVectorsPerRow, Work::kAhead, Work::kSubs;
-  using Work::launch, Work::p, Work::lane, Work::warp, Work::row_start, Work::live_rows;
-  using Work::block, Work::head, Work::range;
+  using Work::launch, Work::p, Work::lane, Work::warp, Work::control;
 
   static constexpr bool kFp8 = sizeof(E) == 1;
   using Math = std::conditional_t<kFp8, __half, T>;
+  static constexpr int kChains = Shape::kRowBlocks == 1 && !kFp8 ? 2 : 1;
   static constexpr int kQueryTurns = (N * D / 8 + Shape::kThreads - 1) / Shape::kThreads;
 
  public:
   __device__ __forceinline__ DecodeBlock(const DecodeLaunch& launched, char* shared)
-      : Work(launched, shared) {
-    queries = this->ring + Shape::kRingBytes;
-    merge_out = reinterpret_cast<float*>(shared + Shape::kRingBytes + Shape::kQueryBytes);
-    merge_max = merge_out + Shape::kMergeFloats;
-    merge_sum = merge_max + Shape::kWarps * 8;
-  }
+      : Work(launched, shared), memory(shared) {}
 
   __device__ __forceinline__ void run() {
-    DependentMemory::wait_for_producer();
-    DependentMemory::release_consumer();
-    const KvLens lens(p, head);
-    Cursor at;
-    // What the search shares lies in the merge area, which nothing else uses yet.
-    locate<Shape>(launch, lens, block, reinterpret_cast<int*>(merge_out), at, range);
+    Cursor at, ahead;
+    begin(at, ahead);
     if (at.in_block == 0) return;
-    load_query(at.request);  // ahead of the tokens, behind which it would queue
-    Cursor ahead = at;
-    ChunkPlace places[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      places[i] = this->place_of(ahead);
-      if (ahead.in_block > 0) advance<Shape>(p, lens, ahead);
+    // The place of the next V is known when the loop begins, that of the K after it on its way.
+    if (ahead.in_block > 0) next_tile(ahead);
+    ChunkPlace next = this->template place_of<false>(ahead);
+    wait_copies<Shape::kSlots>();  // for the rows of q
+    __syncthreads();
+    take_query(at.request);
+    start_state(at);
+    if (threadIdx.x == 0) {
+      control.first_request = at.request;
+      begin_request(at, range);
     }
-    ChunkPlace next = this->place_of(ahead);
-    // Copies before the loop: whatever loads are on their way at its entry would be waited for.
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) this->copy_chunk(i, places[i]);
-    keep_query();
-    if (Shape::kQueryShared) __syncthreads();
-    prepare_query();
-    start_state();
-    bool from_start = at.tile == tiles_of<Shape>(p, at.kv_len).first;
-    Shared shared = this->sharers(at, from_start), owed{0, 0, 0};
-    int stage = 0, refill = kAhead;
+    int slot = 0;
+    // Whether the slot before this one is not filled again yet: other warps' merge may be reading it.
+    bool held = false;
     while (true) {
-      wait_copies<kAhead - 1>();
-      __syncwarp();
-      const ChunkPlace place = next;
-      if (ahead.in_block > 0) advance<Shape>(p, lens, ahead);
-      next = this->place_of(ahead);
-      this->copy_chunk(refill, place);
-      refill = refill + 1 == Shape::kStages ? 0 : refill + 1;
-      attend(at, stage);
-      stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
-      if (at.in_request == 1 || at.in_block == 1) {
-        finish(shared, at);
-        if (at.in_block == 1) break;
+      const int value_slot = slot + 1 < Shape::kSlots ? slot + 1 : 0;
+      attend(at, slot, value_slot, held);
+      if (held && threadIdx.x == 0) {
         // A request that ends inside the range and that others began is merged later.
-        if (shared.parts > 1) owed = shared;
-        prepare_query();
-        start_state();
-        range.before += tiles_of<Shape>(p, at.kv_len).count;
-        advance<Shape>(p, lens, at);
-        shared = this->sharers(at, true);
-      } else {
-        advance<Shape>(p, lens, at);
+        if (control.current.parts > 1) control.owed = control.current;
+        control.range.before += control.request_tiles;
+        begin_request(at, control.range);
       }
+      held = at.in_request == 1;
+      if (held || at.in_block == 1) {
+        finish(at, value_slot);
+        if (at.in_block == 1) break;
+        next_tile(at);
+        start_state(at);
+        if (at.in_block > at.in_request) copy_query(at.request + 1);
+      } else {
+        this->copy_key(value_slot, next);
+        next_tile(at);
+      }
+      slot += slot + 2 < Shape::kSlots ? 2 : 2 - Shape::kSlots;
+      place = next;
+      if (ahead.in_block > 0) next_tile(ahead);
+      next = this->template place_of<false>(ahead);
     }
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      if (owed.parts > 1) this->merge_slice(owed);
-      owed = shared;
+      const Shared merged = i == 0 ? control.owed : control.current;
+      if (merged.parts > 1) this->merge_slice(merged);
     }
   }
 
  private:
+  __device__ __forceinline__ Lens lens() const { return Lens(p, control.head); }
+
+  template <class AnyLens>
+  __device__ __forceinline__ void next_tile(const AnyLens& known, Cursor& at) const {
+    advance<Shape>(p, known, at);
+  }
+
+  __device__ __forceinline__ void next_tile(Cursor& at) const {
+    advance<Shape>(p, [&](int request) { return lens()(request); }, at);
+  }
+
+  // Notes how the request at hand is shared, for the threads to read behind the next barrier.
+  __device__ __forceinline__ void begin_request(const Cursor& at, const Range& range) const {
+    const RequestTiles tiles = tiles_of<Shape>(p, at.kv_len);
+    control.range = range;
+    control.request_tiles = tiles.count;
+    control.current = this->sharers(at, at.tile == tiles.first, range);
+  }
+
+  // Finds the block's range, reads its first rows of q and fills the ring. While the producer still
+  // runs, the range and the first pages are read as hints. When it has ended, the copies begin with
+  // what the hints say, and what they say is read again: if it is no longer true, all begins anew.
+  __device__ __forceinline__ void begin(Cursor& at, Cursor& ahead) {
+    auto& search = *reinterpret_cast<Search<Shape>*>(memory + Shape::kSearchAt);
+    static_assert(sizeof(search) <= Shape::kSearchBytes);
+    const Lens lens = this->lens();
+    const int block = control.block;
+    const bool in_warps = p.batch <= 32, guessing = p.batch <= Shape::kThreads;
+    const int own = p.batch == 1 ? 0 : in_warps ? lane : threadIdx.x;
+    const bool has_own = own < p.batch && guessing;
+    Cursor guesses[kAhead + 1];
+    ChunkPlace places[kAhead + 1];
+    int own_hint = 0;
+    if (guessing) {
+      if (has_own) own_hint = lens.template read<true>(own);
+      const int own_len = has_own ? lens.bounded(own_hint) : 0;
+      locate(launch, own_len, block, search, at, range);
+      const KnownLens known{p.batch, own_len, search.lens};
+      ahead = at;
+#pragma unroll
+      for (int i = 0; i <= kAhead; ++i) {
+        guesses[i] = ahead;
+        places[i] = this->template place_of<true>(ahead);
+        if (!this->exists(places[i])) places[i].live = 0;
+        if (i < kAhead && ahead.in_block > 0) next_tile(known, ahead);
+      }
+    }
+    DependentMemory::wait_for_producer();
+    DependentMemory::release_consumer();
+    int own_read = 0;
+    if (has_own) own_read = lens.template read<false>(own);
+    bool same = guessing;
+    if (guessing) {
+      ChunkPlace now[kAhead + 1];
+#pragma unroll
+      for (int i = 0; i <= kAhead; ++i) now[i] = this->template place_of<false>(guesses[i]);
+      copy_first_queries(at);
+      // All warps' small reads go ahead of the tokens, behind which they would queue.
+      __syncthreads();
+      this->copy_first(places);
+      same = own_hint == own_read;
+#pragma unroll
+      for (int i = 0; i <= kAhead; ++i) same = same && this->same_pages(places[i], now[i]);
+      same = in_warps ? __all_sync(0xffffffffu, same) : __syncthreads_and(same);
+    }
+    if (!same) {
+      wait_copies<0>();
+      const int own_len = has_own ? lens.bounded(own_read) : 0;
+      if (guessing) {
+        locate(launch, own_len, block, search, at, range);
+      } else {
+        locate_in_turns(launch, lens, block, search, at, range);
+      }
+      if (at.in_block == 0) return;
+      copy_first_queries(at);
+      ahead = at;
+#pragma unroll
+      for (int i = 0; i <= kAhead; ++i) {
+        places[i] = this->template place_of<false>(ahead);
+        if (i < kAhead && ahead.in_block > 0) next_tile(ahead);
+      }
+      this->copy_first(places);
+    }
+    place = places[kAhead];
+  }
+
   __device__ __forceinline__ const T* query_row(int request, int row) const {
     const int token = launch.group(row);
     return static_cast<const T*>(p.q) +
            (static_cast<int64_t>(request) * p.qo_len + token) * p.q_token_stride +
-           static_cast<int64_t>(head * p.group + row - token * p.group) * p.q_head_stride;
+           static_cast<int64_t>(control.head * p.group + row - token * p.group) * p.q_head_stride;
   }
 
-  // Reads the packed rows of q: as the fragments that the products take, or, where they go to
-  // shared memory, sixteen bytes a thread and turn. Rows past the last one are zero.
-  __device__ __forceinline__ void load_query(int request) {
-    if constexpr (Shape::kQueryShared) {
+  // Rows of q in shared memory: requests take turns.
+  __device__ __forceinline__ uint32_t queries(int request) const {
+    return this->ring + Shape::kQueryAt + request % 2 * Shape::kQueryBytes;
+  }
+
+  // Copies the packed rows of q of a request, zeros for rows past the last one. The copies belong
+  // to the group that is committed next.
+  __device__ __forceinline__ void copy_query(int request) const {
 #pragma unroll
-      for (int i = 0; i < kQueryTurns; ++i) {
-        const int index = threadIdx.x + i * Shape::kThreads;
-        const int row = index / (D / 8);
-        staged[i] = make_uint4(0, 0, 0, 0);
-        if (row < live_rows) {
-          staged[i] = *reinterpret_cast<const uint4*>(query_row(request, row_start + row) +
-                                                      index % (D / 8) * 8);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
-        const int row = nb * 8 + lane / 4;
-        const bool live = row < live_rows;
-        const T* source = query_row(request, row_start + (live ? row : 0));
-#pragma unroll
-        for (int k = 0; k < D / 16; ++k) {
-          if constexpr (kFp8) {
-            // The order of d within sixteen is that in which `widen` gives K.
-            const uint2 words = *reinterpret_cast<const uint2*>(source + k * 16 + lane % 4 * 4);
-            query[nb][k][0] = live ? words.x : 0;
-            query[nb][k][1] = live ? words.y : 0;
-          } else {
-            const T* first = source + k * 16 + lane % 4 * 2;
-            query[nb][k][0] = live ? *reinterpret_cast<const uint32_t*>(first) : 0;
-            query[nb][k][1] = live ? *reinterpret_cast<const uint32_t*>(first + 8) : 0;
-          }
-        }
-      }
+    for (int i = 0; i < kQueryTurns; ++i) {
+      const int index = threadIdx.x + i * Shape::kThreads;
+      const int row = index / (D / 8), piece = index % (D / 8);
+      if (N * D / 8 % Shape::kThreads != 0 && row >= N) break;
+      const bool live = row < control.live_rows;
+      copy_async(queries(request) + Shape::Query::offset(row, piece),
+                 query_row(request, control.row_start + (live ? row : 0)) + piece * 8,
+                 live ? 16 : 0, this->policy);
     }
   }
 
-  // Rows in shared memory: all warps are done with the last ones, and see these after a barrier.
-  __device__ __forceinline__ void keep_query() const {
-    if constexpr (Shape::kQueryShared) {
+  // Of the range's first request, and of the next one: a group of their own.
+  __device__ __forceinline__ void copy_first_queries(const Cursor& at) const {
+    if (at.in_block > 0) copy_query(at.request);
+    if (at.in_block > at.in_request) copy_query(at.request + 1);
+    commit_copies();
+  }
+
+  // Reads the rows of q that all threads have copied, unless they stay where they are, into
+  // registers as the fragments that the products take.
+  __device__ __forceinline__ void take_query(int request) {
+    [[maybe_unused]] const uint32_t queries = this->queries(request);
+    if constexpr (kFp8) {
+      // The order of d within sixteen is that in which `widen` gives K.
 #pragma unroll
-      for (int i = 0; i < kQueryTurns; ++i) {
-        const int index = threadIdx.x + i * Shape::kThreads;
-        const int row = index / (D / 8), piece = index % (D / 8);
-        if (N * D / 8 % Shape::kThreads != 0 && row >= N) break;
-        store_shared(queries + Shape::Query::offset(row, piece), staged[i]);
+      for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
+#pragma unroll
+        for (int k = 0; k < D / 16; ++k) {
+          load_shared(query[nb][k], queries +
+                                        Shape::Query::offset(nb * 8 + lane / 4,
+                                                             2 * k + lane % 4 / 2) +
+                                        lane % 2 * 8);
+        }
+      }
+      scale_query();
+    } else if constexpr (!Shape::kQueryShared) {
+#pragma unroll
+      for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
+#pragma unroll
+        for (int k = 0; k < D / 16; k += 2) {
+          uint32_t b[4];
+          load_matrices(b, queries + Shape::Query::offset(nb * 8 + lane % 8,
+                                                          min(2 * k + lane / 8, D / 8 - 1)));
+          query[nb][k][0] = b[0];
+          query[nb][k][1] = b[1];
+          if (k + 1 < D / 16) {
+            query[nb][k + 1][0] = b[2];
+            query[nb][k + 1][1] = b[3];
+          }
+        }
       }
     }
   }
@@ -158,19 +244,17 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
   // fp8 K meets q in fp16. A row of bf16 is divided by a power of two first, so that its largest
   // element lies in [2^14, 2^15): what is 2^-31 of that or more is exact, what is less is rounded
   // to multiples of 2^-38 of it.
-  __device__ __forceinline__ void prepare_query() {
-    if constexpr (kFp8) {
-      const float key_scale =
-          p.key_scale == nullptr ? 1.f : __ldg(p.key_scale + head * p.key_scale_stride);
+  __device__ __forceinline__ void scale_query() {
+    const float key_scale =
+        p.key_scale == nullptr ? 1.f : p.key_scale[control.head * p.key_scale_stride];
 #pragma unroll
-      for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
-        float power = 1.f;
-        if constexpr (!std::is_same_v<T, __half>) power = to_halves(query[nb]);
+    for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
+      float power = 1.f;
+      if constexpr (!std::is_same_v<T, __half>) power = to_halves(query[nb]);
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const float of_row = __shfl_sync(0xffffffffu, power, (lane % 4 * 2 + c) * 4);
-          row_scale[nb][c] = launch.scale * key_scale * of_row;
-        }
+      for (int c = 0; c < 2; ++c) {
+        const float of_row = __shfl_sync(0xffffffffu, power, (lane % 4 * 2 + c) * 4);
+        row_scale[nb][c] = launch.scale * key_scale * of_row;
       }
     }
   }
@@ -202,7 +286,12 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
     return __uint_as_float((exponent - 14u) << 23);
   }
 
-  __device__ __forceinline__ void start_state() {
+  // The state of the request at hand: nothing seen.
+  __device__ __forceinline__ void start_state(const Cursor& at) {
+    const int oldest = at.kv_len - p.qo_len;  // position of the request's first query
+    seen_to = p.causal ? min(oldest + 1, at.kv_len) : at.kv_len;
+    seen_from = p.window_left < 0 ? 0 : max(0, at.kv_len - 1 - p.window_left);
+    if (launch.cap > 0.f) seen_to = 0;
 #pragma unroll
     for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
 #pragma unroll
@@ -218,16 +307,44 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
     }
   }
 
-  // Folds the chunk in ring slot `stage` into the warp's state.
-  __device__ __forceinline__ void attend(const Cursor& at, int stage) {
-    const int chunk_begin = at.tile * Shape::kTile + warp * Shape::kChunk;
-    if (chunk_begin >= at.kv_len) return;
-    const uint32_t k_slot = this->chunk_of(warp, stage);
-    const uint32_t v_slot = k_slot + Shape::kChunkBytes;
+  // Folds the chunk whose K lies in ring slot `slot`, and V in `value_slot`, into the warp's state.
+  // Fills the first with V of `place`, and before it, if it was held back, the one ahead of it with
+  // K of `place`; `value_slot` is the caller's to fill.
+  __device__ __forceinline__ void attend(const Cursor& at, int slot, int value_slot, bool held) {
+    const int begin = this->chunk_begin(at);
+    const bool any = begin < at.kv_len;
     float s[kSubs][Shape::kRowBlocks][4];
+    if (held) {
+      wait_copies<Shape::kSlots - 2>();
+    } else {
+      wait_copies<Shape::kSlots - 1>();
+    }
+    __syncwarp();
+    if (any) {
 #pragma unroll
-    for (int sub = 0; sub < kSubs; ++sub) multiply_keys(k_slot, sub, s[sub]);
-    scale_and_mask(at, chunk_begin, s);
+      for (int sub = 0; sub < kSubs; ++sub) multiply_keys(at.request, slot, sub, s[sub]);
+    }
+    __syncwarp();  // all lanes have read K
+    if (held) {
+      wait_for_phase(this->merged(), (at.request - 1 - control.first_request) % 2);
+      this->copy_key(slot > 0 ? slot - 1 : Shape::kSlots - 1, place);
+    }
+    this->copy_value(slot, place);
+    if (any) {
+      scale_and_mask(at, begin, s);
+      weigh(s);
+    }
+    wait_copies<Shape::kSlots - 1>();
+    __syncwarp();
+    if (any) {
+#pragma unroll
+      for (int sub = 0; sub < kSubs; ++sub) add_values(value_slot, sub, s[sub]);
+    }
+    __syncwarp();  // all lanes have read V
+  }
+
+  // Turns scores into weights, and scales the state where a row's maximum grows.
+  __device__ __forceinline__ void weigh(float (&s)[kSubs][Shape::kRowBlocks][4]) {
 #pragma unroll
     for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
       float base[2];
@@ -261,19 +378,24 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
         }
       }
     }
-#pragma unroll
-    for (int sub = 0; sub < kSubs; ++sub) add_values(v_slot, sub, s[sub]);
   }
 
-  // S^T of sixteen tokens.
-  __device__ __forceinline__ void multiply_keys(uint32_t k_slot, int sub,
+  // S^T of sixteen tokens. Few rows have two chains of sums, so that a product need not wait for
+  // the one before it.
+  __device__ __forceinline__ void multiply_keys(int request, int slot, int sub,
                                                 float (&s)[Shape::kRowBlocks][4]) const {
+    float odd[Shape::kRowBlocks][4];
 #pragma unroll
     for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) s[nb][c] = 0.f;
+      for (int c = 0; c < 4; ++c) s[nb][c] = odd[nb][c] = 0.f;
     }
-    const uint32_t base = k_slot + Shape::Tokens::offset(sub * 16 + lane % 16, lane / 16);
+    const uint32_t base =
+        Shape::Tokens::below(this->read_key_at, sub * 16) + slot * Shape::kSlotBytes;
+    const uint32_t queries_at = Shape::kQueryShared ? queries(request) : 0;
+    const auto multiply = [&](const uint32_t(&a)[4], int k) {
+      multiply_rows(queries_at, a, k, kChains > 1 && k % 2 != 0 ? odd : s);
+    };
 #pragma unroll
     for (int piece = 0; piece < Shape::kPieces; piece += 2) {
       uint32_t a[4];
@@ -281,27 +403,34 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
       if constexpr (kFp8) {
         // A lane's four bytes are consecutive d: the order within sixteen is q's as well.
         const uint32_t first[4] = {widen(a[0]), widen(a[1]), widen(a[0] >> 16), widen(a[1] >> 16)};
-        multiply_rows(first, piece, s);
+        multiply(first, piece);
         if (piece + 1 < Shape::kPieces) {
           const uint32_t second[4] = {widen(a[2]), widen(a[3]), widen(a[2] >> 16),
                                       widen(a[3] >> 16)};
-          multiply_rows(second, piece + 1, s);
+          multiply(second, piece + 1);
         }
       } else {
-        multiply_rows(a, piece / 2, s);
+        multiply(a, piece / 2);
+      }
+    }
+    if constexpr (kChains > 1) {
+#pragma unroll
+      for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) s[nb][c] += odd[nb][c];
       }
     }
   }
 
   // Adds sixteen tokens' products of the k-th sixteen of d.
-  __device__ __forceinline__ void multiply_rows(const uint32_t (&a)[4], int k,
+  __device__ __forceinline__ void multiply_rows(uint32_t queries_at, const uint32_t (&a)[4], int k,
                                                 float (&s)[Shape::kRowBlocks][4]) const {
     if constexpr (Shape::kQueryShared) {
 #pragma unroll
       for (int nb = 0; nb < Shape::kRowBlocks; nb += 2) {
         uint32_t b[4];
-        load_matrices(b, queries + Shape::Query::offset(nb * 8 + lane / 16 * 8 + lane % 8,
-                                                        2 * k + lane / 8 % 2));
+        load_matrices(b, queries_at + Shape::Query::offset(nb * 8 + lane / 16 * 8 + lane % 8,
+                                                           2 * k + lane / 8 % 2));
         Half<Math>::mma(s[nb], a, b[0], b[1]);
         Half<Math>::mma(s[nb + 1], a, b[2], b[3]);
       }
@@ -314,7 +443,7 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
   }
 
   // O^T of sixteen tokens with weights P.
-  __device__ __forceinline__ void add_values(uint32_t v_slot, int sub,
+  __device__ __forceinline__ void add_values(int slot, int sub,
                                              const float (&weights)[Shape::kRowBlocks][4]) {
     uint32_t b[Shape::kRowBlocks][2];
 #pragma unroll
@@ -323,7 +452,7 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
       b[nb][1] = transpose_matrix(Half<Math>::pack(weights[nb][2], weights[nb][3]));
     }
     const uint32_t base =
-        v_slot + Shape::Tokens::offset(sub * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+        Shape::Tokens::below(this->read_value_at, sub * 16) + slot * Shape::kSlotBytes;
 #pragma unroll
     for (int piece = 0; piece < Shape::kPieces; piece += 2) {
       uint32_t a[4];
@@ -354,112 +483,141 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
     }
   }
 
-  __device__ __forceinline__ void scale_and_mask(const Cursor& at, int chunk_begin,
+  __device__ __forceinline__ void scale_and_mask(const Cursor& at, int begin,
                                                  float (&s)[kSubs][Shape::kRowBlocks][4]) const {
-    const int oldest = at.kv_len - p.qo_len;  // position of the request's first query
-    const int seen_by_all = p.causal ? min(oldest + 1, at.kv_len) : at.kv_len;
-    const int64_t seen_by_last = int64_t{at.kv_len} - 1 - p.window_left;
-    const bool whole = chunk_begin + Shape::kChunk <= seen_by_all &&
-                       (p.window_left < 0 || chunk_begin >= seen_by_last);
+    const bool plain = begin >= seen_from && begin + Shape::kChunk <= seen_to;
+#pragma unroll
+    for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
+#pragma unroll
+      for (int sub = 0; sub < kSubs; ++sub) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) s[sub][nb][c] *= kFp8 ? row_scale[nb][c % 2] : launch.scale;
+      }
+    }
+    if (!plain) cap_and_mask(at, begin, s);
+  }
+
+  __device__ __forceinline__ void cap_and_mask(const Cursor& at, int begin,
+                                               float (&s)[kSubs][Shape::kRowBlocks][4]) const {
+    const int oldest = at.kv_len - p.qo_len;
 #pragma unroll
     for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        int first = 0, last = at.kv_len;
-        if (!whole) {
-          const int row = row_start + nb * 8 + lane % 4 * 2 + c;
-          const int position = oldest + launch.group(min(row, launch.rows_total - 1));
-          if (p.causal) last = min(last, position + 1);
-          if (p.window_left >= 0) {
-            first = static_cast<int>(max(int64_t{0}, int64_t{position} - p.window_left));
-          }
-        }
+        const int row = control.row_start + nb * 8 + lane % 4 * 2 + c;
+        const int position = oldest + launch.group(min(row, launch.rows_total - 1));
+        const int last = p.causal ? min(at.kv_len, position + 1) : at.kv_len;
+        const int first =
+            p.window_left < 0
+                ? 0
+                : static_cast<int>(max(int64_t{0}, int64_t{position} - p.window_left));
 #pragma unroll
         for (int sub = 0; sub < kSubs; ++sub) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            float x = s[sub][nb][c + 2 * half] * (kFp8 ? row_scale[nb][c] : launch.scale);
+            float& x = s[sub][nb][c + 2 * half];
             if (launch.cap > 0.f) x = hyperbolic_tangent(x) * launch.cap;
-            if (!whole) {
-              const int token = chunk_begin + sub * 16 + half * 8 + lane / 4;
-              if (token < first || token >= last) x = -INFINITY;
-            }
-            s[sub][nb][c + 2 * half] = x;
+            const int token = begin + sub * 16 + half * 8 + lane / 4;
+            if (token < first || token >= last) x = -INFINITY;
           }
         }
       }
     }
   }
 
-  // Merges the warps' states, eight rows at a time, and gives each vector to `use`.
-  template <class Use>
-  __device__ __forceinline__ void merge_warps(Use&& use) {
+  // Where a column of a row of a warp's state lies in the slot that serves the merge, in floats.
+  static __device__ __forceinline__ int merge_at(int of_warp, int row, int column) {
+    return of_warp * (Shape::kChunkBytes / 4) + row * Shape::kMergeStride +
+           (Shape::kMergePermuted ? column ^ (row << 2) : column);
+  }
+
+  // Puts rows [first, first + rows) of the warp's state into the place of its chunk of V.
+  __device__ __forceinline__ void put_state(float* outs, float2* sums, int first, int rows,
+                                            const float (&of_rows)[N / 8][2]) const {
+    const int nb = first / 8, start = first % 8;
 #pragma unroll
-    for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
-      if (nb * 8 >= live_rows) break;
-      __syncthreads();
+    for (int c = 0; c < 2; ++c) {
+      const int row = lane % 4 * 2 + c - start;
+      if (row < 0 || row >= rows) continue;
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int row = lane % 4 * 2 + c;
-        const float sum = sum_over_tokens(row_sum[nb][c]);
-        if (nb * 8 + row < live_rows) {
-          float* target = merge_out + (warp * 8 + row) * Shape::kMergeStride;
-#pragma unroll
-          for (int i = 0; i < D / 16; ++i) {
-            target[i * 16 + (kFp8 ? lane / 4 * 2 : lane / 4)] = acc[nb][i][c];
-            target[i * 16 + (kFp8 ? lane / 4 * 2 + 1 : lane / 4 + 8)] = acc[nb][i][c + 2];
-          }
-          if (lane < 4) {
-            merge_max[warp * 8 + row] = row_max[nb][c];
-            merge_sum[warp * 8 + row] = sum;
-          }
+      for (int i = 0; i < D / 16; ++i) {
+        if constexpr (kFp8) {
+          *reinterpret_cast<float2*>(outs + merge_at(warp, row, i * 16 + lane / 4 * 2)) =
+              make_float2(acc[nb][i][c], acc[nb][i][c + 2]);
+        } else {
+          outs[merge_at(warp, row, i * 16 + lane / 4)] = acc[nb][i][c];
+          outs[merge_at(warp, row, i * 16 + lane / 4 + 8)] = acc[nb][i][c + 2];
         }
       }
+      if (lane < 4) {
+        sums[warp * Shape::kMergeRows + row] = make_float2(row_max[nb][c], of_rows[nb][c]);
+      }
+    }
+  }
+
+  // Merges the warps' states in the slot at `outs`, which every warp is done with but for its own
+  // chunk, and gives each vector to `use`. Ends at different times for different warps.
+  template <class Use>
+  __device__ __forceinline__ void merge_warps(float* outs, Use&& use) const {
+    constexpr int kMost = Shape::kMergeRows;
+    float2* sums = reinterpret_cast<float2*>(memory + Shape::kSumsAt);
+    float of_rows[N / 8][2];
+#pragma unroll
+    for (int nb = 0; nb < N / 8; ++nb) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) of_rows[nb][c] = sum_over_tokens(row_sum[nb][c]);
+    }
+#pragma unroll
+    for (int first = 0; first < N; first += kMost) {
+      const int rows = min(kMost, control.live_rows - first);
+      if (rows <= 0) break;
+      if (first > 0) __syncthreads();
+      put_state(outs, sums, first, rows, of_rows);
       __syncthreads();
-      const int vectors = min(8, live_rows - nb * 8) * kVectorsPerRow;
-      for (int v = threadIdx.x; v < vectors; v += Shape::kThreads) {
+      for (int v = threadIdx.x; v < rows * kVectorsPerRow; v += Shape::kThreads) {
         const int row = v / kVectorsPerRow, column = v % kVectorsPerRow * 4;
         State state = empty_state();
 #pragma unroll
         for (int w = 0; w < Shape::kWarps; ++w) {
-          state.top = fmaxf(state.top, merge_max[w * 8 + row]);
+          state.top = fmaxf(state.top, sums[w * kMost + row].x);
         }
-#pragma unroll
+#pragma unroll 4
         for (int w = 0; w < Shape::kWarps; ++w) {
-          const float weight = weight_in(merge_max[w * 8 + row], state.top);
-          const float4 part = *reinterpret_cast<const float4*>(
-              merge_out + (w * 8 + row) * Shape::kMergeStride + column);
-          state.sum += weight * merge_sum[w * 8 + row];
+          const float2 of_warp = sums[w * kMost + row];
+          const float weight = weight_in(of_warp.x, state.top);
+          const float4 part = *reinterpret_cast<const float4*>(outs + merge_at(w, row, column));
+          state.sum += weight * of_warp.y;
           state.out.x += weight * part.x;
           state.out.y += weight * part.y;
           state.out.z += weight * part.z;
           state.out.w += weight * part.w;
         }
-        use(nb * 8 * kVectorsPerRow + v, state);
+        use(first * kVectorsPerRow + v, state);
       }
     }
   }
 
   // The end of a request or of the range.
-  __device__ __forceinline__ void finish(const Shared& shared, const Cursor& at) {
-    const int log2_size = slice_log2(live_rows * kVectorsPerRow, shared.parts);
-    // The next request's rows of q: their latency hides behind the merge.
+  __device__ __forceinline__ void finish(const Cursor& at, int value_slot) {
     const bool more = at.in_block > 1;
-    if (more) load_query(at.request + 1);
-    if (Shape::kQueryShared && more) {
-      __syncthreads();  // no warp reads the old rows
-      keep_query();
+    // The next rows of q were asked for when the request began: in so few tiles they may not have
+    // been waited for.
+    if (more && at.tile - tiles_of<Shape>(p, at.kv_len).first < kAhead) wait_copies<0>();
+    merge_warps(reinterpret_cast<float*>(memory + value_slot * Shape::kSlotBytes),
+                [&](int vector, const State& state) {
+                  this->give(control.current, vector, state);
+                });
+    if (more) {
+      __syncwarp();
+      if (lane == 0) arrive(this->merged());
+      take_query(at.request + 1);  // visible since the barriers of the merge
     }
-    merge_warps([&](int vector, const State& state) {
-      this->give(shared, log2_size, vector, state);
-    });
   }
 
-  float* merge_out;
-  float* merge_max;
-  float* merge_sum;
-  uint32_t queries;  // in shared memory
-  uint4 staged[kQueryTurns];
+  Range range;      // as it was found
+  char* memory;     // shared
+  int seen_from, seen_to;  // tokens of the request that all rows see, where scores have no cap
+  ChunkPlace place;
   uint32_t query[Shape::kRowBlocks][D / 16][2];
   float row_scale[Shape::kRowBlocks][2];
   float acc[Shape::kRowBlocks][D / 16][4];
@@ -468,7 +626,8 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
 };
 
 template <class T, class E, int kHeadDim, int kRows, bool kWholePages>
-__global__ void __launch_bounds__(DecodeShape<kHeadDim, kRows, sizeof(E)>::kThreads, 1)
+__global__ void __launch_bounds__(DecodeShape<kHeadDim, kRows, sizeof(E)>::kThreads,
+                                  DecodeShape<kHeadDim, kRows, sizeof(E)>::kBlocksPerSm)
     decode_kernel(const __grid_constant__ DecodeLaunch launch) {
   extern __shared__ __align__(1024) char shared[];
   DecodeBlock<T, E, kHeadDim, kRows, kWholePages> work(launch, shared);

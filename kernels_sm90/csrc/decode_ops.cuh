@@ -67,17 +67,17 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t word) {
   return result;
 }
 
-__device__ __forceinline__ void copy_async(uint32_t target, const void* source, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
-               :
-               : "r"(target), "l"(source), "l"(policy)
-               : "memory");
-}
-
 __device__ __forceinline__ void store_shared(uint32_t address, const uint4& words) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
                :
                : "r"(address), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_shared(uint32_t (&words)[2], uint32_t address) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(words[0]), "=r"(words[1])
+               : "r"(address)
                : "memory");
 }
 
@@ -106,6 +106,31 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" : : "n"(kPending) : "memory");
 }
 
+// A barrier in shared memory at which warps arrive without waiting. Phases alternate in parity.
+__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" : : "r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }"
+               :
+               : "r"(barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void wait_for_phase(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}"
+      :
+      : "r"(barrier), "r"(parity)
+      : "memory");
+}
+
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -118,6 +143,19 @@ __device__ __forceinline__ float hyperbolic_tangent(float x) {
   const float series = x * (1.f + square * (-1.f / 3.f + square * (2.f / 15.f)));
   const float large = 1.f - __fdividef(2.f, 1.f + exp2_fast(2.f * kLog2E * x));
   return square < 0.005f ? series : large;
+}
+
+// The value itself, in a way that keeps ptxas from computing it again where it is used: in a loop
+// that is short of registers it would, from the special registers on.
+__device__ __forceinline__ uint32_t computed_once(uint32_t x) {
+  return __shfl_sync(0xffffffffu, x, threadIdx.x % 32);
+}
+
+__device__ __forceinline__ const char* computed_once(const char* pointer) {
+  const uint64_t x = reinterpret_cast<uint64_t>(pointer);
+  const uint64_t low = computed_once(static_cast<uint32_t>(x));
+  return reinterpret_cast<const char*>(
+      low | uint64_t{computed_once(static_cast<uint32_t>(x >> 32))} << 32);
 }
 
 // The eight lanes that share rows of a transposed product hold its tokens.

@@ -90,6 +90,30 @@ struct EqualCuts {
   }
 };
 
+// Requests may have blocks of their own, so that no block serves two: with `share` tiles a block, a
+// request of `count` tiles takes this many.
+STREAM_ATTENTION_BOTH int blocks_for(int count, int share) { return (count + share - 1) / share; }
+
+// The shares that are tried for that: from the equal one up to about a sixteenth more.
+struct Shares {
+  int first;
+  int last;
+  int step;
+
+  STREAM_ATTENTION_BOTH explicit Shares(const EqualCuts& cuts) {
+    first = cuts.share + (cuts.extra > 0 ? 1 : 0);
+    last = first + first / 16 + 1;
+    step = first / 64 + 1;
+  }
+};
+
+// The `part`-th of `parts` blocks that a request of `count` >= `parts` tiles has for itself owns
+// tiles [part_begin(part), part_begin(part + 1)).
+STREAM_ATTENTION_BOTH int part_begin(int count, int parts, int part) {
+  const int each = count / parts, longer = count - each * parts;
+  return part * each + (part < longer ? part : longer);
+}
+
 // A request that `parts` blocks share is merged by the same blocks: each takes a slice of
 // 2^log2_size of its `vectors` vectors; slice j goes to the j-th of the blocks.
 STREAM_ATTENTION_BOTH int slice_log2(int vectors, int parts) {

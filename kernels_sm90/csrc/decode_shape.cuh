@@ -7,8 +7,6 @@
 
 namespace stream_attention {
 
-constexpr int kMostSharedBytes = 227 * 1024;
-
 // Rows of 16-byte pieces, so that eight neighbouring rows' equal pieces lie in different banks:
 // pieces are permuted within eights, or rows are an odd number of pieces apart.
 template <int kPiecesOfRow>
@@ -46,20 +44,37 @@ struct DecodeShape {
   static constexpr int kTile = kChunk * kWarps;           // tokens that a block takes at once
   using Tokens = Rows<kPieces>;
   static constexpr int kChunkBytes = kChunk * Tokens::kStride;  // K or V of a chunk
-  static constexpr int kStageBytes = 2 * kWarps * kChunkBytes;
-  // The warps' states are merged eight rows at a time; the stride suits both sides.
-  static constexpr int kMergeStride = D + 4;
-  static constexpr int kMergeFloats = kWarps * 8 * kMergeStride;
-  // The query fragments of many rows leave no registers for the rest: they lie in shared memory.
-  static constexpr bool kQueryShared = kElementBytes > 1 && N % 16 == 0 && N * D >= 16 * 192;
+  static constexpr int kSlotBytes = kWarps * kChunkBytes;       // K or V of a tile
+  // Few rows leave room for a second block an SM: one of the next launch, which finds its range
+  // while this one ends.
+  static constexpr int kBlocksPerSm = N == 8 && D <= 128 ? 2 : 1;
+  static constexpr int kMostBytes = (228 * 1024 - kBlocksPerSm * 1024) / kBlocksPerSm;
+  // Query rows, of the request at hand and of the next one. Fragments of many rows leave no
+  // registers for the rest: they are read where the products need them.
   using Query = Rows<D / 8>;
-  static constexpr int kQueryBytes = kQueryShared ? N * Query::kStride : 0;
-  static constexpr int kFixedBytes = kQueryBytes + 4 * (kMergeFloats + 2 * kWarps * 8);
-  static constexpr int kFitting = (kMostSharedBytes - kFixedBytes) / kStageBytes;
-  static constexpr int kStages = kFitting < 4 ? kFitting : 4;
-  static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kSharedBytes = kRingBytes + kFixedBytes;  // ring, query rows, merge
-  static_assert(kStages >= 2, "the ring needs two stages");
+  static constexpr bool kQueryShared = kElementBytes > 1 && N % 16 == 0 && N * D >= 16 * 192;
+  static constexpr int kQueryBytes = N * Query::kStride;
+  // For a merge a warp's state takes the place of its last chunk of V, eight rows at a time if they
+  // fit. Rows are permuted, or an odd number of pieces apart, as those of tokens are.
+  static constexpr bool kMergePermuted = D % 32 == 0;
+  static constexpr int kMergeStride = kMergePermuted ? D : D + 4;
+  static constexpr int kMergeRows = 4 * 8 * kMergeStride <= kChunkBytes ? 8 : 4;
+  static_assert(4 * kMergeRows * kMergeStride <= kChunkBytes, "a state takes a chunk's place");
+  static constexpr int kSumBytes = 8 * kMergeRows * kWarps;
+  static constexpr int kControlBytes = 96;
+  static constexpr int kSearchBytes = 4 * (kThreads + kWarps + 4);
+  static constexpr int kFixedBytes = 2 * kQueryBytes + kSumBytes + kControlBytes + kSearchBytes;
+  // The ring has an odd number of slots: K and V of kAhead tiles, and K of one more.
+  static constexpr int kFitting = (kMostBytes - kFixedBytes) / kSlotBytes;
+  static constexpr int kAhead = kFitting < 5 ? 1 : kFitting < 7 ? 2 : 3;
+  static constexpr int kSlots = 2 * kAhead + 1;
+  static_assert(kFitting >= 3, "the ring needs three slots");
+  // Where what lies.
+  static constexpr int kQueryAt = kSlots * kSlotBytes;
+  static constexpr int kSumsAt = kQueryAt + 2 * kQueryBytes;
+  static constexpr int kControlAt = kSumsAt + kSumBytes;
+  static constexpr int kSearchAt = kControlAt + kControlBytes;
+  static constexpr int kSharedBytes = kSearchAt + kSearchBytes;
 };
 
 }  // namespace stream_attention

@@ -3,6 +3,8 @@
 #ifndef STREAM_ATTENTION_DECODE_WORK_CUH_
 #define STREAM_ATTENTION_DECODE_WORK_CUH_
 
+#include <stddef.h>
+
 #include "decode_cursor.cuh"
 #include "decode_exchange.cuh"
 #include "decode_ops.cuh"
@@ -26,6 +28,21 @@ struct Shared {
   int request;
   int first_block;
   int parts;
+  int log2_size;  // of the slices of its answer
+};
+
+// What the threads of a block hold together in shared memory, so that none has it in a register.
+struct Control {
+  // Where the block stands.
+  int lead;  // of the KV heads times groups of rows
+  int head, row_start, live_rows;
+  int block;  // of those that share the head's tiles
+  Range range;       // `before`: the request at hand
+  int request_tiles;  // of the request at hand
+  int first_request;  // of the range
+  Shared current;    // the request at hand
+  Shared owed;       // one that ends inside the range and that others began: merged later
+  uint64_t merged;   // barrier: the warps' states have been merged
 };
 
 template <class T, class E, class Shape, bool kWholePages>
@@ -34,66 +51,128 @@ class DecodeWork {
   static constexpr int D = Shape::D, N = Shape::N;
   static constexpr int kSubs = Shape::kChunk / 16;
   static constexpr int kVectorsPerRow = D / 4;
-  static constexpr int kAhead = Shape::kStages - 1;  // chunks whose pages are looked up ahead
+  static constexpr int kAhead = Shape::kAhead;
   using ChunkPlace = Place<kSubs>;
 
   __device__ __forceinline__ DecodeWork(const DecodeLaunch& launched, char* shared)
-      : launch(launched), p(launched.p), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {
-    lead = blockIdx.x % launch.heads;  // neighbours in the grid read the heads of a page together
-    head = lead / launch.row_groups;
-    row_start = lead % launch.row_groups * N;
-    live_rows = min(N, launch.rows_total - row_start);
-    block = blockIdx.x / launch.heads;
+      : launch(launched),
+        p(launched.p),
+        control(*reinterpret_cast<Control*>(shared + Shape::kControlAt)),
+        lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32) {
+    static_assert(sizeof(Control) <= Shape::kControlBytes);
     ring = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    key = static_cast<const E*>(p.key) + head * p.k_head_stride;
-    value = static_cast<const E*>(p.value) + head * p.v_head_stride;
-    if constexpr (kRegular) {
-      key += row_of(0) * p.k_token_stride + piece_of(0) * (16 / static_cast<int>(sizeof(E)));
-      value += row_of(0) * p.v_token_stride + piece_of(0) * (16 / static_cast<int>(sizeof(E)));
+    // Neighbours in the grid read the heads of a page together.
+    const int lead = blockIdx.x % launch.heads, head = lead / launch.row_groups;
+    const int row_start = lead % launch.row_groups * N;
+    if (threadIdx.x == 0) {
+      control.lead = lead;
+      control.head = head;
+      control.row_start = row_start;
+      control.live_rows = min(N, launch.rows_total - row_start);
+      control.block = blockIdx.x / launch.heads;
+      control.owed.parts = 1;
+      init_barrier(merged(), Shape::kWarps);
     }
+    __syncthreads();
+    const uint32_t own_ring = ring + warp * Shape::kChunkBytes;
+    own_tokens = warp * Shape::kChunk;
+    write_at = computed_once(own_ring + Shape::Tokens::offset(row_of(0), piece_of(0)));
+    read_key_at = own_ring + Shape::Tokens::offset(lane % 16, lane / 16);
+    read_value_at = own_ring + Shape::Tokens::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    if constexpr (sizeof(E) > 1) {  // where K and V are widened, registers are too few
+      read_key_at = computed_once(read_key_at);
+      read_value_at = computed_once(read_value_at);
+    }
+    key = static_cast<const char*>(p.key) + head * p.k_head_stride * sizeof(E);
+    value = static_cast<const char*>(p.value) + head * p.v_head_stride * sizeof(E);
+    if constexpr (kRegular) {
+      key += (row_of(0) * uint64_t{launch.k_token_pieces} + piece_of(0)) * 16;
+      value += (row_of(0) * uint64_t{launch.v_token_pieces} + piece_of(0)) * 16;
+    }
+    key = computed_once(key);
+    value = computed_once(value);
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   }
 
-  // K of warp `of`'s chunk in ring slot `slot`; V follows.
-  __device__ __forceinline__ uint32_t chunk_of(int of, int slot) const {
-    return ring + (slot * Shape::kWarps + of) * (2 * Shape::kChunkBytes);
+  __device__ __forceinline__ uint32_t merged() const {
+    return ring + Shape::kControlAt + static_cast<uint32_t>(offsetof(Control, merged));
   }
 
-  __device__ __forceinline__ int page_of(int request, int index) const {
-    return __ldg(p.page_table + request * p.table_batch_stride + head * p.table_head_stride +
-                 index);
+  // The first token of the warp's chunk.
+  __device__ __forceinline__ int chunk_begin(const Cursor& at) const {
+    return at.tile * Shape::kTile + own_tokens;
   }
 
+  // kHint: before the wait for the producer; what is found there may not be true.
+  template <bool kHint>
   __device__ __forceinline__ ChunkPlace place_of(const Cursor& at) const {
-    const int begin = at.tile * Shape::kTile + warp * Shape::kChunk;
+    const int begin = chunk_begin(at);
     ChunkPlace place;
     place.live = at.in_block > 0 ? at.kv_len - begin : 0;
 #pragma unroll
     for (int sub = 0; sub < kSubs; ++sub) {
       const int offset = kWholePages ? sub * 16 : lane % Shape::kChunk;
-      if (offset < place.live) {
-        const int token = begin + offset;
-        if (p.page_table == nullptr) {
-          place.page[sub] = at.request;
-          place.slot[sub] = token;
-        } else {
-          const int index = launch.page(token);
-          place.slot[sub] = token - index * p.page_size;
-          place.page[sub] = page_of(at.request, index);
-        }
+      place.page[sub] = at.request;
+      place.slot[sub] = begin + offset;
+      if (p.page_table != nullptr) {
+        const uint32_t index = launch.page(begin + offset);
+        place.slot[sub] -= index * p.page_size;
+        place.page[sub] = 0;
+        const int32_t* from = p.page_table + control.head * p.table_head_stride +
+                              (static_cast<uint32_t>(at.request) *
+                                   uint64_t{static_cast<uint32_t>(p.table_batch_stride)} +
+                               index);
+        if (offset < place.live) place.page[sub] = kHint ? read_hint(from) : *from;
       }
     }
     return place;
   }
 
-  // Copies the chunk at `place` to ring slot `slot`. Always one group of copies.
-  __device__ __forceinline__ void copy_chunk(int slot, const ChunkPlace& place) const {
+  // Of a place that was read as a hint: whether it lies in the pool.
+  __device__ __forceinline__ bool exists(const ChunkPlace& place) const {
+    bool inside = true;
+#pragma unroll
+    for (int sub = 0; sub < kSubs; ++sub) {
+      inside = inside && static_cast<uint32_t>(place.page[sub]) < static_cast<uint32_t>(p.num_pages);
+    }
+    return __all_sync(0xffffffffu, inside);
+  }
+
+  static __device__ __forceinline__ bool same_pages(const ChunkPlace& a, const ChunkPlace& b) {
+    bool same = a.live == b.live;
+#pragma unroll
+    for (int sub = 0; sub < kSubs; ++sub) same = same && a.page[sub] == b.page[sub];
+    return same;
+  }
+
+  // Copies K or V of the chunk at `place` to ring slot `slot`. Always one group of copies.
+  __device__ __forceinline__ void copy_key(int slot, const ChunkPlace& place) const {
     if (place.live > 0) {
-      const uint32_t target = chunk_of(warp, slot);
-      copy_tokens(target, key, p.k_page_stride, p.k_token_stride, place);
-      copy_tokens(target + Shape::kChunkBytes, value, p.v_page_stride, p.v_token_stride, place);
+      copy_tokens(slot * Shape::kSlotBytes, key, launch.k_page_pieces,
+                  launch.k_token_pieces, place);
     }
     commit_copies();
+  }
+
+  __device__ __forceinline__ void copy_value(int slot, const ChunkPlace& place) const {
+    if (place.live > 0) {
+      copy_tokens(slot * Shape::kSlotBytes, value, launch.v_page_pieces,
+                  launch.v_token_pieces, place);
+    }
+    commit_copies();
+  }
+
+  // Fills the ring.
+  __device__ __forceinline__ void copy_first(const ChunkPlace (&places)[kAhead + 1]) const {
+#pragma unroll
+    for (int slot = 0; slot < Shape::kSlots; ++slot) {
+      if (slot % 2 == 0) {
+        copy_key(slot, places[slot / 2]);
+      } else {
+        copy_value(slot, places[slot / 2]);
+      }
+    }
   }
 
   // Where a lane's i-th copy of sixteen tokens goes: a row and a piece of it. Copies of rows that
@@ -105,78 +184,74 @@ class DecodeWork {
   __device__ __forceinline__ int row_of(int i) const { return (lane + i * 32) / Shape::kPieces; }
   __device__ __forceinline__ int piece_of(int i) const { return (lane + i * 32) % Shape::kPieces; }
 
-  // `source`: where copies are regular, of the lane's row and piece.
-  __device__ __forceinline__ void copy_tokens(uint32_t target, const E* source,
-                                              int64_t page_stride, int64_t token_stride,
+  static __device__ __forceinline__ uint64_t pieces_to(int page, int slot, uint32_t page_pieces,
+                                                       uint32_t token_pieces) {
+    return static_cast<uint32_t>(page) * uint64_t{page_pieces} +
+           static_cast<uint32_t>(slot) * uint64_t{token_pieces};
+  }
+
+  // Of the lane's i-th copy of sixteen tokens, in ring slot 0.
+  __device__ __forceinline__ uint32_t target_of(int sub, int i) const {
+    if constexpr (kRegular) return Shape::Tokens::below(write_at, sub * 16 + i * kRowsEach);
+    return ring + warp * Shape::kChunkBytes +
+           Shape::Tokens::offset(sub * 16 + row_of(i), piece_of(i));
+  }
+
+  // Zeros for tokens that the request does not have; their addresses mean nothing. `slot_at`: of the
+  // ring slot; `source`: of the head, and where copies are regular of the lane's row and piece.
+  __device__ __forceinline__ void copy_tokens(uint32_t slot_at, const char* source,
+                                              uint32_t page_pieces, uint32_t token_pieces,
                                               const ChunkPlace& place) const {
-    constexpr int kEach = 16 / sizeof(E);
     if constexpr (kWholePages) {
-      const uint32_t own = target + Shape::Tokens::offset(row_of(0), piece_of(0));
 #pragma unroll
       for (int sub = 0; sub < kSubs; ++sub) {
-        if (sub * 16 + 16 > place.live) {
-          copy_some(target, source, page_stride, token_stride, place, sub);
-          continue;
-        }
-        const E* tokens = source + place.page[sub] * page_stride + place.slot[sub] * token_stride;
+        const char* tokens =
+            source + pieces_to(place.page[sub], place.slot[sub], page_pieces, token_pieces) * 16;
+        const int left = place.live - sub * 16 - (kRegular ? row_of(0) : 0);
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
           if constexpr (kRegular) {
-            copy_async(Shape::Tokens::below(own, sub * 16 + i * kRowsEach), tokens, policy);
-            tokens += kRowsEach * token_stride;
+            copy_async(slot_at + target_of(sub, i), tokens, i * kRowsEach < left ? 16 : 0, policy);
+            tokens += uint64_t{token_pieces} * (16 * kRowsEach);
           } else {
             if (!kEven && row_of(i) >= 16) break;
-            copy_async(target + Shape::Tokens::offset(sub * 16 + row_of(i), piece_of(i)),
-                       tokens + row_of(i) * token_stride + piece_of(i) * kEach, policy);
+            copy_async(slot_at + target_of(sub, i),
+                       tokens + (row_of(i) * uint64_t{token_pieces} + piece_of(i)) * 16,
+                       row_of(i) < left ? 16 : 0, policy);
           }
         }
       }
     } else {
-      const int64_t of_token =
+      const uint64_t of_token =
           lane % Shape::kChunk < place.live
-              ? place.page[0] * page_stride + place.slot[0] * token_stride
+              ? pieces_to(place.page[0], place.slot[0], page_pieces, token_pieces)
               : 0;
 #pragma unroll
       for (int i = 0; i < Shape::kChunk * Shape::kPieces / 32; ++i) {
-        const int64_t offset = __shfl_sync(0xffffffffu, of_token, row_of(i));
-        copy_async(target + Shape::Tokens::offset(row_of(i), piece_of(i)),
-                   source + offset + piece_of(i) * kEach, row_of(i) < place.live ? 16 : 0, policy);
+        const uint64_t pieces = __shfl_sync(0xffffffffu, of_token, row_of(i)) + piece_of(i);
+        copy_async(slot_at + target_of(0, i), source + pieces * 16,
+                   row_of(i) < place.live ? 16 : 0, policy);
       }
     }
   }
 
-  // Sixteen tokens of which the request has not all; zeros for the others.
-  __device__ __forceinline__ void copy_some(uint32_t target, const E* source, int64_t page_stride,
-                                            int64_t token_stride, const ChunkPlace& place,
-                                            int sub) const {
-    constexpr int kEach = 16 / sizeof(E);
-    const E* tokens = source;
-    if (sub * 16 < place.live) {
-      tokens += place.page[sub] * page_stride + place.slot[sub] * token_stride;
-    }
-    // Unrolled: of a loop here ptxas 13.0 makes an illegal uniform-register operand (head_dim 192).
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      if (!kEven && row_of(i) >= 16) break;
-      const bool live = sub * 16 + row_of(i) < place.live;
-      const int row = kRegular ? row_of(i) - row_of(0) : row_of(i);
-      const int piece = kRegular ? 0 : piece_of(i);
-      const E* from = tokens + (live ? row * token_stride + piece * kEach : 0);
-      copy_async(target + Shape::Tokens::offset(sub * 16 + row_of(i), piece_of(i)), from,
-                 live ? 16 : 0, policy);
-    }
-  }
-
   // How many blocks share the request at `at`, and the first of them.
-  __device__ __forceinline__ Shared sharers(const Cursor& at, bool from_start) const {
+  __device__ __forceinline__ Shared sharers(const Cursor& at, bool from_start,
+                                            const Range& range) const {
     const bool to_end = at.in_request <= at.in_block;
+    if (from_start && to_end) return Shared{at.request, control.block, 1, 0};
+    if (range.parts > 0) {
+      const int log2_size = slice_log2(control.live_rows * kVectorsPerRow, range.parts);
+      return Shared{at.request, range.first_block, range.parts, log2_size};
+    }
     const EqualCuts cuts(range.total, launch.blocks);
     const int count = tiles_of<Shape>(p, at.kv_len).count;
     Shared shared;
     shared.request = at.request;
-    shared.first_block = from_start ? block : cuts.owner(range.before);
-    const int last_block = to_end ? block : cuts.owner(range.before + count - 1);
+    shared.first_block = from_start ? control.block : cuts.owner(range.before);
+    const int last_block = to_end ? control.block : cuts.owner(range.before + count - 1);
     shared.parts = last_block - shared.first_block + 1;
+    shared.log2_size = slice_log2(control.live_rows * kVectorsPerRow, shared.parts);
     return shared;
   }
 
@@ -184,30 +259,31 @@ class DecodeWork {
   // request that it does not begin.
   __device__ __forceinline__ Region region_of(const Shared& shared, int slice) const {
     const int blocks = static_cast<int>(launch.blocks.divisor), vectors = N * kVectorsPerRow;
-    const int index = 2 * (lead * blocks + shared.first_block + slice) + (slice == 0 ? 1 : 0);
+    const int index = 2 * (control.lead * blocks + shared.first_block + slice) + (slice == 0 ? 1 : 0);
     return Region(p.scratch + index * region_floats(vectors, blocks),
                   region_items(vectors, blocks));
   }
 
   // The state of four columns of a row, the `vector`-th of the block's: the answer, if no other
   // block shares the request, else it goes to the block that merges it.
-  __device__ __forceinline__ void give(const Shared& shared, int log2_size, int vector,
+  __device__ __forceinline__ void give(const Shared& shared, int vector,
                                        const State& state) const {
     if (shared.parts == 1) {
       write(shared.request, vector, state);
     } else {
-      const int part = block - shared.first_block;
-      const int item = (part << log2_size) + (vector & ((1 << log2_size) - 1));
-      region_of(shared, vector >> log2_size).publish(item, state);
+      const int part = control.block - shared.first_block;
+      const int size = 1 << shared.log2_size;
+      const int item = (part << shared.log2_size) + (vector & (size - 1));
+      region_of(shared, vector >> shared.log2_size).publish(item, state);
     }
   }
 
   // This block's slice of the answer of a shared request. A warp takes a few vectors, its lanes
   // the parts of each; the order of additions depends on the shape alone.
   __device__ void merge_slice(const Shared& shared) const {
-    const int vectors = live_rows * kVectorsPerRow;
-    const int log2_size = slice_log2(vectors, shared.parts);
-    const int slice = block - shared.first_block, size = 1 << log2_size;
+    const int vectors = control.live_rows * kVectorsPerRow;
+    const int log2_size = shared.log2_size;
+    const int slice = control.block - shared.first_block, size = 1 << log2_size;
     const int begin = slice << log2_size;
     const Region region = region_of(shared, slice);
     int groups = 32;
@@ -216,11 +292,10 @@ class DecodeWork {
     for (int round = warp * columns; round < size; round += Shape::kWarps * columns) {
       const int column = round + lane % columns, vector = begin + column;
       State state = empty_state();
-      if (vector < vectors) {
-        for (int part = lane / columns; part < shared.parts; part += 2 * groups) {
-          const int other = part + groups < shared.parts ? part + groups : part;
-          region.take(state, (part << log2_size) + column, (other << log2_size) + column);
-        }
+      for (int start = 0; start < shared.parts; start += 2 * groups) {
+        const int part = start + lane / columns, other = part + groups;
+        const int count = vector >= vectors ? 0 : (part < shared.parts) + (other < shared.parts);
+        region.take(state, count, (part << log2_size) + column, (other << log2_size) + column);
       }
       add_across_lanes(state, columns);
       if (lane < columns && vector < vectors) write(shared.request, vector, state);
@@ -229,17 +304,18 @@ class DecodeWork {
 
   // Four elements of one row's answer; the thread of column 0 writes the lse.
   __device__ __forceinline__ void write(int request, int vector, State state) const {
-    const int row = row_start + vector / kVectorsPerRow, column = vector % kVectorsPerRow * 4;
+    const int row = control.row_start + vector / kVectorsPerRow;
+    const int column = vector % kVectorsPerRow * 4, head = control.head;
     const int token = launch.group(row);
     const int q_head = head * p.group + row - token * p.group;
     const int64_t place = static_cast<int64_t>(request) * p.qo_len + token;
     const bool empty = state.sum == 0.f;
     if (p.attn_sink != nullptr && !empty) {
-      const float sink = __ldg(p.attn_sink + q_head) * kLog2E;
+      const float sink = p.attn_sink[q_head] * kLog2E;
       add(state, State{make_float4(0.f, 0.f, 0.f, 0.f), sink, 1.f});
     }
     float inverse = empty ? 0.f : __fdividef(1.f, state.sum);
-    if (p.value_scale != nullptr) inverse *= __ldg(p.value_scale + head * p.value_scale_stride);
+    if (p.value_scale != nullptr) inverse *= p.value_scale[head * p.value_scale_stride];
     uint2 words;
     words.x = empty ? 0u : Half<T>::pack(state.out.x * inverse, state.out.y * inverse);
     words.y = empty ? 0u : Half<T>::pack(state.out.z * inverse, state.out.w * inverse);
@@ -254,13 +330,14 @@ class DecodeWork {
 
   const DecodeLaunch& launch;
   const StreamAttentionDecodeParams& p;
+  Control& control;
   const int lane, warp;
-  int lead, head, row_start, live_rows, block;
-  uint32_t ring;  // in shared memory
-  const E* key;
-  const E* value;
+  int own_tokens;     // where the warp's chunk begins in a tile
+  uint32_t ring;      // in shared memory
+  uint32_t write_at, read_key_at, read_value_at;  // the lane's first access to the warp's slot 0
+  const char* key;
+  const char* value;
   uint64_t policy;
-  Range range;
 };
 
 }  // namespace stream_attention

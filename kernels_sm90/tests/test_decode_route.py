@@ -1,6 +1,7 @@
 """The capability record of sm90_decode: what it serves, what it refuses and why; its geometry."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,3 +197,24 @@ def test_strides_of_single_elements_count_as_nothing():
     key = torch.zeros(2, 3, 128, 1).transpose(2, 3)
     assert key.stride() == (384, 128, 1, 1)
     assert decode._strides(key) == [384, 128, 0, 1]
+
+
+def bound_with(key=(2048, 128, 128, 1), table=(4, 4, 1)):
+    """Tensors as `build` looks at them, with the strides given."""
+    tokens = torch.empty_strided((2, 16, 1, 128), key, dtype=torch.bfloat16, device="meta")
+    ids = torch.empty_strided((3, 1, 4), table, dtype=torch.int32, device="meta")
+    kv = SimpleNamespace(key=tokens, value=tokens, page_table=ids)
+    return SimpleNamespace(kv=kv, out=torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"key": (1 << 35, 128, 128, 1)}, "key.stride"),
+        ({"key": (2048, 1 << 35, 128, 1)}, "below 64 GiB"),
+        ({"table": (1 << 32, 4, 1)}, "page_table.stride"),
+    ],
+)
+def test_strides_past_what_the_kernel_counts_are_refused(changes, reason):
+    with pytest.raises(UnsupportedProblem, match=reason):
+        decode.build(problem(), None, None, bound_with(**changes))

@@ -130,3 +130,51 @@ def test_every_request_is_merged_from_all_of_its_parts_once(library):
             assert [part for part, _, _ in pieces[request]] == list(range(parts))
             assert all(of == parts for _, of, _ in pieces[request])
             assert sum(share for _, _, share in pieces[request]) == count
+
+
+def own_blocks(library, counts, blocks):
+    """Blocks of each request, where every one can have its own at nearly the equal share."""
+    first, last, step = ctypes.c_int32(), ctypes.c_int32(), ctypes.c_int32()
+    library.stream_attention_decode_shares(
+        sum(counts), blocks, *(ctypes.addressof(value) for value in (first, last, step))
+    )
+    assert first.value == -(-sum(counts) // blocks) and step.value >= 1
+    for share in range(first.value, last.value + 1, step.value):
+        own = [library.stream_attention_decode_blocks_for(count, share) for count in counts]
+        if sum(own) <= blocks:
+            return own, share
+    return None, last.value
+
+
+def test_blocks_of_a_request_partition_its_tiles(library):
+    begin = library.stream_attention_decode_part_begin
+    for count, parts in itertools.product(range(1, 80), range(1, 40)):
+        if parts > count:
+            continue
+        edges = [begin(count, parts, part) for part in range(parts + 1)]
+        assert edges[0] == 0 and edges[-1] == count
+        shares = [b - a for a, b in itertools.pairwise(edges)]
+        assert min(shares) >= 1 and max(shares) - min(shares) <= 1
+
+
+def test_own_blocks_cost_at_most_a_sixteenth_and_a_tile(library):
+    rng = random.Random(2)
+    found = 0
+    for _ in range(2000):
+        counts = [rng.randint(1, rng.choice((2, 9, 600))) for _ in range(rng.randint(1, 32))]
+        blocks = rng.randint(len(counts), 64)
+        own, share = own_blocks(library, counts, blocks)
+        equal = -(-sum(counts) // blocks)
+        assert share <= equal + equal // 16 + 1
+        if own is None:
+            continue
+        found += 1
+        assert all(1 <= parts <= count for parts, count in zip(own, counts, strict=True))
+        assert all(-(-count // parts) <= share for parts, count in zip(own, counts, strict=True))
+    assert 200 < found < 2000  # both kinds occur
+
+
+def test_equal_requests_have_blocks_of_their_own(library):
+    assert own_blocks(library, [256] * 4, 64) == ([16] * 4, 16)
+    assert own_blocks(library, [1, 1, 1], 16) == ([1, 1, 1], 1)
+    assert own_blocks(library, [3, 8, 5, 4, 7, 3, 6, 4], 16)[0] is not None

@@ -32,6 +32,7 @@ MAX_ROWS = 64
 MAX_FACTOR = 1e30
 LOG2E = math.log2(math.e)
 MAX_CAPACITY = (1 << 31) - 4097
+MAX_STRIDE_BYTES = 1 << 36
 MAX_TOKENS = 1 << 36  # of a batch at capacity: its tiles of 64 tokens and more are counted in int32
 
 
@@ -54,6 +55,7 @@ class DecodeParams(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("capacity", "page_size", "head_dim", "dtype")),
         *((name, ctypes.c_int32) for name in ("kv_dtype", "causal", "window_left")),
         *((name, ctypes.c_float) for name in ("sm_scale", "soft_cap")),
+        ("num_pages", ctypes.c_int32),
     ]
 
 
@@ -69,7 +71,7 @@ class DecodeGeometry(ctypes.Structure):
         ("tile_tokens", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("shared_bytes", ctypes.c_int32),
-        ("stages", ctypes.c_int32),
+        ("slots", ctypes.c_int32),
     ]
 
 
@@ -90,6 +92,9 @@ def functions(library: NativeLibrary = LIBRARY) -> Any:
         ("tiles", (int32, int32, int32, int32, ctypes.c_void_p, ctypes.c_void_p), None),
         ("begin", (int32, int32, int32), int32),
         ("owner", (int32, int32, int32), int32),
+        ("shares", (int32, int32, *[ctypes.c_void_p] * 3), None),
+        ("blocks_for", (int32, int32), int32),
+        ("part_begin", (int32, int32, int32), int32),
         ("divide", (int32, int32), int32),
         ("slice_log2", (int32, int32), int32),
     ):
@@ -198,11 +203,12 @@ class DecodeLaunch:
         }
         for name, tensor in tensors.items():
             setattr(params, name, None if tensor is None else tensor.data_ptr())
+        params.num_pages = kv.key.shape[0]
         params.q_token_stride, params.q_head_stride = _strides(bound.q)[:2]
         params.k_page_stride, params.k_token_stride, params.k_head_stride = _strides(kv.key)[:3]
         params.v_page_stride, params.v_token_stride, params.v_head_stride = _strides(kv.value)[:3]
         if kv.page_table is not None:
-            params.table_batch_stride, params.table_head_stride = kv.page_table.stride()[:2]
+            params.table_batch_stride, params.table_head_stride = _strides(kv.page_table)[:2]
         if kv.kv_lens is not None:
             params.lens_batch_stride, params.lens_head_stride = kv.kv_lens.stride()
         for name, scale in (("key", kv.key_scale), ("value", kv.value_scale)):
@@ -368,11 +374,21 @@ def build(
     device: DeviceFacts,
     bound: BoundTensors,
 ) -> DecodeLaunch:
-    """A launch; `UnsupportedProblem` for a pool without pages, or an output not aligned to 8."""
+    """A launch; `UnsupportedProblem` for a pool without pages, an output not aligned to 8, or
+    strides past what the kernel counts: 64 GiB in K and V, 2^32 elements in the page table.
+    """
     if bound.kv.key.numel() == 0:
         raise UnsupportedProblem(f"key.shape={tuple(bound.kv.key.shape)}: the pool holds no page")
     if bound.out.data_ptr() % 8:
         raise UnsupportedProblem(f"out.data_ptr()={bound.out.data_ptr()}: must be a multiple of 8")
+    for name, tensor in (("key", bound.kv.key), ("value", bound.kv.value)):
+        if max(_strides(tensor)[:2]) * tensor.element_size() >= MAX_STRIDE_BYTES:
+            raise UnsupportedProblem(
+                f"{name}.stride()={tensor.stride()}: those of pages and tokens must be below 64 GiB"
+            )
+    table = bound.kv.page_table
+    if table is not None and _strides(table)[0] >= 1 << 32:
+        raise UnsupportedProblem(f"page_table.stride()={table.stride()}: must be below 2^32")
     return DecodeLaunch(problem, device, bound)
 
 

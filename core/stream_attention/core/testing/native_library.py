@@ -149,12 +149,15 @@ def early_accesses(library: NativeLibrary) -> set[str]:
     """Kernels that touch global memory before they wait for their producer.
 
     Of those that wait (`griddepcontrol.wait`, ACQBULK) alone: under dependent launch the producer
-    may still be writing what an earlier access reads.
+    may still be writing what an earlier access reads. Relaxed loads of the device's scope (STRONG)
+    may come earlier: that is how a kernel says that it takes a value for a hint.
     """
     kernels = set()
     for section in _cuobjdump(library, "-sass").split("Function : ")[1:]:
         wait = re.search(r"\bACQBULK\b", section)
-        access = re.search(r"\b(?:LDG|LDGSTS|STG|LD|ST|ATOMG?|RED|UBLKCP)\b[.\s]", section)
+        access = re.search(
+            r"\b(?:LDG(?![\w.]*\.STRONG\.GPU)|LDGSTS|STG|LD|ST|ATOMG?|RED|UBLKCP)\b[.\s]", section
+        )
         if wait and access and access.start() < wait.start():
             kernels.add(section.split("\n", 1)[0].strip())
     return kernels
