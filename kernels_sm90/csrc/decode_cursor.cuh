@@ -135,8 +135,8 @@ __device__ __forceinline__ void locate_single(const DecodeLaunch& launch, int kv
 }
 
 // Whether each of up to 32 requests can have blocks of its own at nearly the equal share of tiles.
-// `own`: the blocks of the lane's request with `count` tiles; `through`: those of all requests up to
-// and with it.
+// `own`: the blocks of the lane's request with `count` tiles; `through`: those of all requests up
+// to and with it.
 __device__ __forceinline__ bool have_own_blocks(const DecodeLaunch& launch, int count,
                                           const EqualCuts& cuts, int& own, int& through) {
   const int most = static_cast<int>(launch.blocks.divisor);

@@ -10,25 +10,22 @@
 #ifndef STREAM_ATTENTION_DECODE_KERNEL_CUH_
 #define STREAM_ATTENTION_DECODE_KERNEL_CUH_
 
-#include <type_traits>
-
-#include "decode_work.cuh"
+#include "decode_query.cuh"
 #include "stream_attention/global_memory.cuh"
 
 namespace stream_attention {
 
 template <class T, class E, int kHeadDim, int kRows, bool kWholePages>
-class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kWholePages> {
+class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kWholePages> {
   using Shape = DecodeShape<kHeadDim, kRows, sizeof(E)>;
-  using Work = DecodeWork<T, E, Shape, kWholePages>;
+  using Work = DecodeQuery<T, E, Shape, kWholePages>;
   using typename Work::ChunkPlace;
   using Work::D, Work::N, Work::kVectorsPerRow, Work::kAhead, Work::kSubs;
   using Work::launch, Work::p, Work::lane, Work::warp, Work::control;
 
-  static constexpr bool kFp8 = sizeof(E) == 1;
-  using Math = std::conditional_t<kFp8, __half, T>;
+  using typename Work::Math;
+  using Work::kFp8, Work::query, Work::row_scale;
   static constexpr int kChains = Shape::kRowBlocks == 1 && !kFp8 ? 2 : 1;
-  static constexpr int kQueryTurns = (N * D / 8 + Shape::kThreads - 1) / Shape::kThreads;
 
  public:
   __device__ __forceinline__ DecodeBlock(const DecodeLaunch& launched, char* shared)
@@ -43,14 +40,14 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
     ChunkPlace next = this->template place_of<false>(ahead);
     wait_copies<Shape::kSlots>();  // for the rows of q
     __syncthreads();
-    take_query(at.request);
+    this->take_query(at.request);
     start_state(at);
     if (threadIdx.x == 0) {
       control.first_request = at.request;
       begin_request(at, range);
     }
     int slot = 0;
-    // Whether the slot before this one is not filled again yet: other warps' merge may be reading it.
+    // Whether the slot before this one is not filled again yet: other warps may be reading it.
     bool held = false;
     while (true) {
       const int value_slot = slot + 1 < Shape::kSlots ? slot + 1 : 0;
@@ -67,7 +64,7 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
         if (at.in_block == 1) break;
         next_tile(at);
         start_state(at);
-        if (at.in_block > at.in_request) copy_query(at.request + 1);
+        if (at.in_block > at.in_request) this->copy_query(at.request + 1);
       } else {
         this->copy_key(value_slot, next);
         next_tile(at);
@@ -141,7 +138,7 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
       ChunkPlace now[kAhead + 1];
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) now[i] = this->template place_of<false>(guesses[i]);
-      copy_first_queries(at);
+      this->copy_first_queries(at);
       // All warps' small reads go ahead of the tokens, behind which they would queue.
       __syncthreads();
       this->copy_first(places);
@@ -159,7 +156,7 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
         locate_in_turns(launch, lens, block, search, at, range);
       }
       if (at.in_block == 0) return;
-      copy_first_queries(at);
+      this->copy_first_queries(at);
       ahead = at;
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) {
@@ -169,121 +166,6 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
       this->copy_first(places);
     }
     place = places[kAhead];
-  }
-
-  __device__ __forceinline__ const T* query_row(int request, int row) const {
-    const int token = launch.group(row);
-    return static_cast<const T*>(p.q) +
-           (static_cast<int64_t>(request) * p.qo_len + token) * p.q_token_stride +
-           static_cast<int64_t>(control.head * p.group + row - token * p.group) * p.q_head_stride;
-  }
-
-  // Rows of q in shared memory: requests take turns.
-  __device__ __forceinline__ uint32_t queries(int request) const {
-    return this->ring + Shape::kQueryAt + request % 2 * Shape::kQueryBytes;
-  }
-
-  // Copies the packed rows of q of a request, zeros for rows past the last one. The copies belong
-  // to the group that is committed next.
-  __device__ __forceinline__ void copy_query(int request) const {
-#pragma unroll
-    for (int i = 0; i < kQueryTurns; ++i) {
-      const int index = threadIdx.x + i * Shape::kThreads;
-      const int row = index / (D / 8), piece = index % (D / 8);
-      if (N * D / 8 % Shape::kThreads != 0 && row >= N) break;
-      const bool live = row < control.live_rows;
-      copy_async(queries(request) + Shape::Query::offset(row, piece),
-                 query_row(request, control.row_start + (live ? row : 0)) + piece * 8,
-                 live ? 16 : 0, this->policy);
-    }
-  }
-
-  // Of the range's first request, and of the next one: a group of their own.
-  __device__ __forceinline__ void copy_first_queries(const Cursor& at) const {
-    if (at.in_block > 0) copy_query(at.request);
-    if (at.in_block > at.in_request) copy_query(at.request + 1);
-    commit_copies();
-  }
-
-  // Reads the rows of q that all threads have copied, unless they stay where they are, into
-  // registers as the fragments that the products take.
-  __device__ __forceinline__ void take_query(int request) {
-    [[maybe_unused]] const uint32_t queries = this->queries(request);
-    if constexpr (kFp8) {
-      // The order of d within sixteen is that in which `widen` gives K.
-#pragma unroll
-      for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
-#pragma unroll
-        for (int k = 0; k < D / 16; ++k) {
-          load_shared(query[nb][k], queries +
-                                        Shape::Query::offset(nb * 8 + lane / 4,
-                                                             2 * k + lane % 4 / 2) +
-                                        lane % 2 * 8);
-        }
-      }
-      scale_query();
-    } else if constexpr (!Shape::kQueryShared) {
-#pragma unroll
-      for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
-#pragma unroll
-        for (int k = 0; k < D / 16; k += 2) {
-          uint32_t b[4];
-          load_matrices(b, queries + Shape::Query::offset(nb * 8 + lane % 8,
-                                                          min(2 * k + lane / 8, D / 8 - 1)));
-          query[nb][k][0] = b[0];
-          query[nb][k][1] = b[1];
-          if (k + 1 < D / 16) {
-            query[nb][k + 1][0] = b[2];
-            query[nb][k + 1][1] = b[3];
-          }
-        }
-      }
-    }
-  }
-
-  // fp8 K meets q in fp16. A row of bf16 is divided by a power of two first, so that its largest
-  // element lies in [2^14, 2^15): what is 2^-31 of that or more is exact, what is less is rounded
-  // to multiples of 2^-38 of it.
-  __device__ __forceinline__ void scale_query() {
-    const float key_scale =
-        p.key_scale == nullptr ? 1.f : p.key_scale[control.head * p.key_scale_stride];
-#pragma unroll
-    for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
-      float power = 1.f;
-      if constexpr (!std::is_same_v<T, __half>) power = to_halves(query[nb]);
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float of_row = __shfl_sync(0xffffffffu, power, (lane % 4 * 2 + c) * 4);
-        row_scale[nb][c] = launch.scale * key_scale * of_row;
-      }
-    }
-  }
-
-  // Returns the power of two that the row was divided by.
-  static __device__ __forceinline__ float to_halves(uint32_t (&words)[D / 16][2]) {
-    float top = 0.f;
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float low = __uint_as_float(words[k][i] << 16);
-        const float high = __uint_as_float(words[k][i] & 0xffff0000u);
-        top = fmaxf(top, fmaxf(fabsf(low), fabsf(high)));
-      }
-    }
-    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-    const uint32_t exponent = min(max(__float_as_uint(top) >> 23, 15u), 254u);
-    const float inverse = __uint_as_float((268u - exponent) << 23);
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        words[k][i] = Half<__half>::pack(__uint_as_float(words[k][i] << 16) * inverse,
-                                         __uint_as_float(words[k][i] & 0xffff0000u) * inverse);
-      }
-    }
-    return __uint_as_float((exponent - 14u) << 23);
   }
 
   // The state of the request at hand: nothing seen.
@@ -392,7 +274,7 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
     }
     const uint32_t base =
         Shape::Tokens::below(this->read_key_at, sub * 16) + slot * Shape::kSlotBytes;
-    const uint32_t queries_at = Shape::kQueryShared ? queries(request) : 0;
+    const uint32_t queries_at = Shape::kQueryShared ? this->queries(request) : 0;
     const auto multiply = [&](const uint32_t(&a)[4], int k) {
       multiply_rows(queries_at, a, k, kChains > 1 && k % 2 != 0 ? odd : s);
     };
@@ -610,7 +492,7 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
     if (more) {
       __syncwarp();
       if (lane == 0) arrive(this->merged());
-      take_query(at.request + 1);  // visible since the barriers of the merge
+      this->take_query(at.request + 1);  // visible since the barriers of the merge
     }
   }
 
@@ -618,8 +500,6 @@ class DecodeBlock : DecodeWork<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kW
   char* memory;     // shared
   int seen_from, seen_to;  // tokens of the request that all rows see, where scores have no cap
   ChunkPlace place;
-  uint32_t query[Shape::kRowBlocks][D / 16][2];
-  float row_scale[Shape::kRowBlocks][2];
   float acc[Shape::kRowBlocks][D / 16][4];
   float row_max[Shape::kRowBlocks][2];
   float row_sum[Shape::kRowBlocks][2];

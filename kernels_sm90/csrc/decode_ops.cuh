@@ -67,13 +67,6 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t word) {
   return result;
 }
 
-__device__ __forceinline__ void store_shared(uint32_t address, const uint4& words) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
-               :
-               : "r"(address), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
-               : "memory");
-}
-
 __device__ __forceinline__ void load_shared(uint32_t (&words)[2], uint32_t address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
                : "=r"(words[0]), "=r"(words[1])

@@ -134,7 +134,7 @@ class DecodeWork {
     bool inside = true;
 #pragma unroll
     for (int sub = 0; sub < kSubs; ++sub) {
-      inside = inside && static_cast<uint32_t>(place.page[sub]) < static_cast<uint32_t>(p.num_pages);
+      inside = inside && place.page[sub] >= 0 && place.page[sub] < p.num_pages;
     }
     return __all_sync(0xffffffffu, inside);
   }
@@ -197,8 +197,8 @@ class DecodeWork {
            Shape::Tokens::offset(sub * 16 + row_of(i), piece_of(i));
   }
 
-  // Zeros for tokens that the request does not have; their addresses mean nothing. `slot_at`: of the
-  // ring slot; `source`: of the head, and where copies are regular of the lane's row and piece.
+  // Zeros for tokens that the request does not have; their addresses mean nothing. `slot_at`: of
+  // the ring slot; `source`: of the head, and where copies are regular of the lane's row and piece.
   __device__ __forceinline__ void copy_tokens(uint32_t slot_at, const char* source,
                                               uint32_t page_pieces, uint32_t token_pieces,
                                               const ChunkPlace& place) const {
@@ -259,7 +259,8 @@ class DecodeWork {
   // request that it does not begin.
   __device__ __forceinline__ Region region_of(const Shared& shared, int slice) const {
     const int blocks = static_cast<int>(launch.blocks.divisor), vectors = N * kVectorsPerRow;
-    const int index = 2 * (control.lead * blocks + shared.first_block + slice) + (slice == 0 ? 1 : 0);
+    const int of_block = control.lead * blocks + shared.first_block + slice;
+    const int index = 2 * of_block + (slice == 0 ? 1 : 0);
     return Region(p.scratch + index * region_floats(vectors, blocks),
                   region_items(vectors, blocks));
   }

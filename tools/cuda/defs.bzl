@@ -126,7 +126,9 @@ def _cuda_shared_library_impl(ctx):
             arguments = [arguments],
             inputs = depset([source], transitive = [inputs]),
             outputs = [object_file, report],
-            env = environment,
+            # nvcc names its temporary files by its process number, which is the same in every
+            # sandbox: in a common /tmp two compilations would take each other's files.
+            env = dict(environment, TMPDIR = object_file.dirname),
             mnemonic = "CudaCompile",
             progress_message = "Compiling %s for %s" % (source.short_path, ctx.attr.archs),
         )
