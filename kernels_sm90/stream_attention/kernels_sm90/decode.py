@@ -22,6 +22,7 @@ from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord, CapabilityRule
 from stream_attention.core.tile_plan import AttentionTilePlan
 from stream_attention.kernels_sm90.capabilities import device_reason
+from stream_attention.kernels_sm90.decode_abi import DecodeGeometry, DecodeParams
 from stream_attention.kernels_sm90.library import LIBRARY
 
 ROUTE = "sm90_decode"
@@ -34,45 +35,6 @@ LOG2E = math.log2(math.e)
 MAX_CAPACITY = (1 << 31) - 4097
 MAX_STRIDE_BYTES = 1 << 36
 MAX_TOKENS = 1 << 36  # of a batch at capacity: its tiles of 64 tokens and more are counted in int32
-
-
-class DecodeParams(ctypes.Structure):
-    """`StreamAttentionDecodeParams`; strides in elements."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "key", "value", "page_table", "kv_lens")),
-        *((name, ctypes.c_void_p) for name in ("attn_sink", "key_scale", "value_scale")),
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "scratch")),
-        *((name, ctypes.c_int64) for name in ("q_token_stride", "q_head_stride")),
-        *((f"k_{axis}_stride", ctypes.c_int64) for axis in ("page", "token", "head")),
-        *((f"v_{axis}_stride", ctypes.c_int64) for axis in ("page", "token", "head")),
-        *((name, ctypes.c_int64) for name in ("table_batch_stride", "table_head_stride")),
-        *((name, ctypes.c_int64) for name in ("lens_batch_stride", "lens_head_stride")),
-        *((name, ctypes.c_int64) for name in ("key_scale_stride", "value_scale_stride")),
-        *((name, ctypes.c_int64) for name in ("out_token_stride", "out_head_stride")),
-        *((name, ctypes.c_int64) for name in ("lse_token_stride", "lse_head_stride")),
-        *((name, ctypes.c_int32) for name in ("batch", "qo_len", "num_kv_heads", "group")),
-        *((name, ctypes.c_int32) for name in ("capacity", "page_size", "head_dim", "dtype")),
-        *((name, ctypes.c_int32) for name in ("kv_dtype", "causal", "window_left")),
-        *((name, ctypes.c_float) for name in ("sm_scale", "soft_cap")),
-        ("num_pages", ctypes.c_int32),
-    ]
-
-
-class DecodeGeometry(ctypes.Structure):
-    """`StreamAttentionDecodeGeometry`: how a problem is launched, whatever the lengths."""
-
-    _fields_ = [
-        ("scratch_floats", ctypes.c_int64),
-        ("grid", ctypes.c_int32),
-        ("blocks_per_head", ctypes.c_int32),
-        ("row_groups", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-        ("tile_tokens", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("shared_bytes", ctypes.c_int32),
-        ("slots", ctypes.c_int32),
-    ]
 
 
 @functools.cache
@@ -167,11 +129,14 @@ class DecodeLaunch:
         )
         # A fill that is captured has not happened before the first replay.
         self._filled = not torch.cuda.is_current_stream_capturing()
-        if self._filled:  # the launch may come on another stream than this
-            torch.cuda.current_stream(device.index).synchronize()
+        # The first run may come on another stream than this: it waits there, and not the host here.
+        self._fill: torch.cuda.Event | None = None
+        if self._filled:
+            self._fill = torch.cuda.Event()
+            self._fill.record(torch.cuda.current_stream(device.index))
         self._params = shape_params(problem)
         self._reference = ctypes.byref(self._params)
-        self._arguments_on(0)
+        self._call = self._call_on(0)
         self.rebind(bound)
         self.backend_plan = AttentionBackendPlan(
             route=ROUTE,
@@ -227,13 +192,17 @@ class DecodeLaunch:
         self._bound = None
 
     def run(self) -> None:
-        """Enqueue on the current stream: one launch."""
+        """Enqueue on the current stream: one launch.
+
+        A first run on another stream than the plan was made on waits for the plan's. A captured one
+        cannot: the caller's capture must begin behind it (`torch.cuda.graph` sees to that).
+        """
         if not self._filled and not torch.cuda.is_current_stream_capturing():
             self.reset()
             self._filled = True
         stream, arguments = self._call
         current = self._current_stream(self._index)
-        if current != stream:
+        if current != stream or self._fill is not None:
             arguments = self._arguments_on(current)
         status = self._function(*arguments)
         if status != 0:
@@ -241,14 +210,19 @@ class DecodeLaunch:
 
     def _arguments_on(self, stream: int) -> tuple[Any, ...]:
         """Converted arguments of a launch on `stream`, kept for the runs on it that follow."""
-        arguments = (
+        if self._fill is not None and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self._index).wait_event(self._fill)
+            self._fill = None
+        self._call = self._call_on(stream)
+        return self._call[1]
+
+    def _call_on(self, stream: int) -> tuple[int, tuple[Any, ...]]:
+        """One object, so that stream and arguments belong together whoever looks at them."""
+        return stream, (
             self._reference,
             ctypes.c_int32.from_param(self._num_sms),
             ctypes.c_void_p.from_param(stream),
         )
-        # One attribute, so that stream and arguments belong together whoever looks at them.
-        self._call: tuple[int, tuple[Any, ...]] = (stream, arguments)
-        return arguments
 
     def reset(self) -> None:
         """Empty the workspace, in which an aborted launch may have left partial states.
