@@ -68,7 +68,7 @@ class FakeRuntime:
     def __init__(self):
         self.stream = 0
         self.capturing = False
-        self.asked = {"stream": 0, "capturing": 0, "synchronize": 0}
+        self.asked = {"stream": 0, "capturing": 0, "synchronize": 0, "wait_event": 0}
 
     def current_raw_stream(self, index):
         assert index == H200.index
@@ -81,6 +81,19 @@ class FakeRuntime:
 
     def synchronize(self):
         self.asked["synchronize"] += 1
+
+    def wait_event(self, event):
+        assert event.recorded
+        self.asked["wait_event"] += 1
+
+
+class FakeEvent:
+    """Stands in for `torch.cuda.Event`."""
+
+    recorded = False
+
+    def record(self, stream):
+        self.recorded = True
 
 
 class NoDevice:
@@ -99,7 +112,8 @@ class NoDevice:
 @pytest.fixture
 def runtime(monkeypatch):
     fake = FakeRuntime()
-    stream = types.SimpleNamespace(synchronize=fake.synchronize)
+    stream = types.SimpleNamespace(synchronize=fake.synchronize, wait_event=fake.wait_event)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     name = "_cuda_getCurrentRawStream"
     monkeypatch.setattr(torch._C, name, fake.current_raw_stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fake.is_capturing)
@@ -180,10 +194,18 @@ def test_a_status_is_an_error_of_that_run_alone(library, runtime, status):
 
 def test_a_run_asks_the_runtime_for_the_stream_alone(library, runtime):
     launch, _ = made(library)
+    launch.run()
     before = dict(runtime.asked)
     for _ in range(3):
         launch.run()
     assert runtime.asked == before | {"stream": before["stream"] + 3}
+
+
+def test_the_first_run_outside_a_capture_waits_for_the_fill_and_the_host_never(library, runtime):
+    launch, _ = made(library)
+    for runtime.capturing, waited in ((True, 0), (True, 0), (False, 1), (False, 1), (True, 1)):
+        launch.run()
+        assert (runtime.asked["wait_event"], runtime.asked["synchronize"]) == (waited, 0)
 
 
 def test_a_workspace_made_during_a_capture_is_filled_once_before_the_first_run_outside(
