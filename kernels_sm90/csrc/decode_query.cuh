@@ -49,8 +49,10 @@ class DecodeQuery : protected DecodeWork<T, E, Shape, kWholePages> {
 
   // Of the range's first request, and of the next one: a group of their own.
   __device__ __forceinline__ void copy_first_queries(const Cursor& at) const {
-    if (at.in_block > 0) copy_query(at.request);
-    if (at.in_block > at.in_request) copy_query(at.request + 1);
+    if (at.in_block > 0) {
+      copy_query(at.request);
+      if (at.in_block > at.in_request) copy_query(at.request + 1);
+    }
     commit_copies();
   }
 
