@@ -55,6 +55,8 @@ const char* stream_attention_decode_error_string(int32_t status) {
     case STREAM_ATTENTION_DECODE_BAD_STRIDE:
       return "strides of pages and tokens: must be multiples of 16 bytes below 64 GiB; of the page "
              "table: below 2^32 elements";
+    case STREAM_ATTENTION_DECODE_BAD_PAGES:
+      return "num_pages: must be >= 1, and >= batch where there is no page table";
     default: return cudaGetErrorString(static_cast<cudaError_t>(status));
   }
 }

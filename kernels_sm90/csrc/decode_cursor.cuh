@@ -256,10 +256,7 @@ __device__ __forceinline__ void locate_in_block(const DecodeLaunch& launch, int 
     search.before = through - count;
   }
   __syncthreads();
-  if (at.in_block == 0) {
-    at = Cursor{};  // no caller may act on what registers held before
-    return;
-  }
+  if (at.in_block == 0) return;
   const int next = search.request + 1;
   start_at(launch, search, begin, search.lens[search.request],
            next < p.batch ? search.lens[next] : 0, at, range);

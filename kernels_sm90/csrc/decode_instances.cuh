@@ -134,6 +134,9 @@ int check_pointers(const StreamAttentionDecodeParams& p,
   if (!p.q || !p.key || !p.value || !p.out || (g.scratch_floats > 0 && !p.scratch)) {
     return STREAM_ATTENTION_DECODE_NULL_POINTER;
   }
+  if (p.num_pages < (p.page_table == nullptr ? p.batch : 1)) {
+    return STREAM_ATTENTION_DECODE_BAD_PAGES;
+  }
   const bool fits = aligned(p.q, 16) && aligned(p.key, 16) && aligned(p.value, 16) &&
                     aligned(p.out, 8) && aligned(p.scratch, 32);
   if (!fits) return STREAM_ATTENTION_DECODE_MISALIGNED;

@@ -1,8 +1,8 @@
 // Exact decode on sm_90 for one KV head and up to N packed query rows (query tokens x group).
 //
-// One block an SM. Each warp streams its own 16- or 32-token chunks through a private ring in
-// shared memory (cp.async, evict first), keeps its own online-softmax state, and waits for no other
-// warp until a request ends:
+// One block an SM, and beside it, where rows are few, one of the next launch. Each warp streams its
+// own 16- or 32-token chunks through a private ring in shared memory (cp.async, evict first), keeps
+// its own online-softmax state, and waits for no other warp until a request ends:
 //   S^T = K Q^T (tokens on M, rows on N), P by movmatrix, O^T += V^T P.
 // The ring runs on across requests. At a request's end the warps' states are merged in shared
 // memory; states of requests that other blocks share are handed out, and merged when the block's
@@ -32,7 +32,7 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
       : Work(launched, shared), memory(shared) {}
 
   __device__ __forceinline__ void run() {
-    Cursor at, ahead;
+    Cursor at{}, ahead{};  // a search that finds no tile sets no more than that
     begin(at, ahead);
     if (at.in_block == 0) return;
     // The place of the next V is known when the loop begins, that of the K after it on its way.
@@ -66,7 +66,7 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
         start_state(at);
         if (at.in_block > at.in_request) this->copy_query(at.request + 1);
       } else {
-        this->copy_key(value_slot, next);
+        this->template copy<kKey>(value_slot, next);
         next_tile(at);
       }
       slot += slot + 2 < Shape::kSlots ? 2 : 2 - Shape::kSlots;
@@ -209,9 +209,9 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
     __syncwarp();  // all lanes have read K
     if (held) {
       wait_for_phase(this->merged(), (at.request - 1 - control.first_request) % 2);
-      this->copy_key(slot > 0 ? slot - 1 : Shape::kSlots - 1, place);
+      this->template copy<kKey>(slot > 0 ? slot - 1 : Shape::kSlots - 1, place);
     }
-    this->copy_value(slot, place);
+    this->template copy<kValue>(slot, place);
     if (any) {
       scale_and_mask(at, begin, s);
       weigh(s);

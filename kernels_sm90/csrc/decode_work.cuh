@@ -23,6 +23,8 @@ struct Place {
   int live;  // tokens of the chunk that the request has; none: nothing to copy
 };
 
+enum Tokens { kKey, kValue };
+
 // A request of the block's range that other blocks share.
 struct Shared {
   int request;
@@ -37,12 +39,13 @@ struct Control {
   int lead;  // of the KV heads times groups of rows
   int head, row_start, live_rows;
   int block;  // of those that share the head's tiles
-  Range range;       // `before`: the request at hand
-  int request_tiles;  // of the request at hand
-  int first_request;  // of the range
-  Shared current;    // the request at hand
-  Shared owed;       // one that ends inside the range and that others began: merged later
-  uint64_t merged;   // barrier: the warps' states have been merged
+  // Its range, and the request at hand.
+  Range range;  // `before`: the tiles ahead of that request
+  int first_request;
+  int request_tiles;
+  Shared current;
+  Shared owed;      // a request that ends inside the range and that others began: merged later
+  uint64_t merged;  // barrier: the warps' states have been merged
 };
 
 template <class T, class E, class Shape, bool kWholePages>
@@ -147,18 +150,13 @@ class DecodeWork {
   }
 
   // Copies K or V of the chunk at `place` to ring slot `slot`. Always one group of copies.
-  __device__ __forceinline__ void copy_key(int slot, const ChunkPlace& place) const {
+  template <Tokens kOf>
+  __device__ __forceinline__ void copy(int slot, const ChunkPlace& place) const {
+    constexpr bool kIsKey = kOf == kKey;
     if (place.live > 0) {
-      copy_tokens(slot * Shape::kSlotBytes, key, launch.k_page_pieces,
-                  launch.k_token_pieces, place);
-    }
-    commit_copies();
-  }
-
-  __device__ __forceinline__ void copy_value(int slot, const ChunkPlace& place) const {
-    if (place.live > 0) {
-      copy_tokens(slot * Shape::kSlotBytes, value, launch.v_page_pieces,
-                  launch.v_token_pieces, place);
+      copy_tokens(slot * Shape::kSlotBytes, kIsKey ? key : value,
+                  kIsKey ? launch.k_page_pieces : launch.v_page_pieces,
+                  kIsKey ? launch.k_token_pieces : launch.v_token_pieces, place);
     }
     commit_copies();
   }
@@ -168,9 +166,9 @@ class DecodeWork {
 #pragma unroll
     for (int slot = 0; slot < Shape::kSlots; ++slot) {
       if (slot % 2 == 0) {
-        copy_key(slot, places[slot / 2]);
+        copy<kKey>(slot, places[slot / 2]);
       } else {
-        copy_value(slot, places[slot / 2]);
+        copy<kValue>(slot, places[slot / 2]);
       }
     }
   }

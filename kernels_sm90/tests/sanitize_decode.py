@@ -73,7 +73,8 @@ def make_case(name: str, queries: int, group: int, lens: tuple[int, ...], **chan
 def cases() -> list[Case]:
     """Ragged batches with empty requests for every instance; by dtype and dim also two others.
 
-    `split`: one request over all blocks. `unsplit`: more requests than blocks, a tile each.
+    `split`: one request over all blocks. `unsplit`: more requests than blocks, a tile each. `idle`:
+    blocks without tiles.
     """
     found = []
     for each in dtypes():
@@ -91,6 +92,11 @@ def cases() -> list[Case]:
                 )
             lens = (5, 0, 16, 33) * 36
             found.append(make_case(f"{stem} unsplit", 1, 4, lens, num_kv_heads=1, **fields))
+            for batch in (3, 40):  # fewer tiles than blocks, searched by warps and by blocks
+                lens = (16, 0, 3, 33) * 10
+                found.append(
+                    make_case(f"{stem} idle", 1, 4, lens[:batch], num_kv_heads=1, **fields)
+                )
     return found
 
 

@@ -114,6 +114,15 @@ def test_random_cases(group):
             check_route(RECORD, case, DEVICE, seed=index)
 
 
+@pytest.mark.parametrize("head_dim", decode.HEAD_DIMS)
+@pytest.mark.parametrize("batch", [1, 3, 32, 33, 60, 127])
+def test_requests_of_fewer_tiles_than_blocks(batch, head_dim):
+    """One KV head has 128 blocks: most find no tile, and must touch nothing."""
+    lens = tuple((16, 0, 1, 13)[i % 4] for i in range(batch))
+    case = Case(qo_lens=(1,) * batch, kv_lens=lens, num_qo_heads=4, num_kv_heads=1, call="batch")
+    check_route(RECORD, served(case, head_dim), DEVICE)
+
+
 def test_a_pool_without_pages_is_refused():
     built = build(Case(kv_lens=(0,), spare=2, call="batch"), 0, DEVICE)
     cache = dataclasses.replace(built.cache, key=built.cache.key[:0], value=built.cache.value[:0])

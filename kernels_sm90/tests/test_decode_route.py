@@ -176,11 +176,25 @@ def test_the_library_refuses_missing_and_misaligned_memory():
         decode.check("prepare", prepare(params, 132))
     for name in ("q", "key", "value", "out", "scratch"):
         setattr(params, name, 1 << 20)
+    params.num_pages = params.batch
     for name, offset in (("key", 8), ("scratch", 16), ("out", 4)):
         setattr(params, name, (1 << 20) + offset)
         with pytest.raises(NativeLaunchError, match="aligned to 16 bytes, out to 8, scratch to 32"):
             decode.check("prepare", prepare(params, 132))
         setattr(params, name, 1 << 20)
+
+
+def test_the_library_refuses_pools_that_cannot_hold_the_requests():
+    params = decode.shape_params(PROBLEM)
+    prepare = decode.functions().stream_attention_decode_prepare
+    for name in ("q", "key", "value", "out", "scratch"):
+        setattr(params, name, (1 << 20) + 4)  # what is enough is refused for its address
+    for table, enough in ((None, params.batch), (1 << 20, 1)):
+        params.page_table = table
+        for pages, words in ((-1, "num_pages"), (enough - 1, "num_pages"), (enough, "aligned")):
+            params.num_pages = pages
+            with pytest.raises(NativeLaunchError, match=words):
+                decode.check("prepare", prepare(params, 132))
 
 
 def test_the_library_refuses_more_tiles_than_it_counts():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -127,16 +128,17 @@ class DecodeLaunch:
         self._scratch = torch.full(
             (form.scratch_floats,), -1, dtype=torch.int32, device=bound.q.device
         )
-        # A fill that is captured has not happened before the first replay.
-        self._filled = not torch.cuda.is_current_stream_capturing()
-        # The first run may come on another stream than this: it waits there, and not the host here.
-        self._fill: torch.cuda.Event | None = None
-        if self._filled:
-            self._fill = torch.cuda.Event()
-            self._fill.record(torch.cuda.current_stream(device.index))
+        # What the first run outside a capture owes the workspace. A fill that is captured has not
+        # happened before the first replay; after any other the run's stream waits, not the host.
+        self._owed: Callable[[], None] | None = self.reset
+        if not torch.cuda.is_current_stream_capturing():
+            fill = torch.cuda.Event()
+            fill.record(torch.cuda.current_stream(device.index))
+            self._owed = functools.partial(self._wait_for, fill)
         self._params = shape_params(problem)
         self._reference = ctypes.byref(self._params)
-        self._call = self._call_on(0)
+        # One object, so that stream and arguments belong together whoever looks at them.
+        self._call: tuple[int | None, tuple[Any, ...]] = (None, ())
         self.rebind(bound)
         self.backend_plan = AttentionBackendPlan(
             route=ROUTE,
@@ -197,12 +199,9 @@ class DecodeLaunch:
         A first run on another stream than the plan was made on waits for the plan's. A captured one
         cannot: the caller's capture must begin behind it (`torch.cuda.graph` sees to that).
         """
-        if not self._filled and not torch.cuda.is_current_stream_capturing():
-            self.reset()
-            self._filled = True
         stream, arguments = self._call
         current = self._current_stream(self._index)
-        if current != stream or self._fill is not None:
+        if current != stream:
             arguments = self._arguments_on(current)
         status = self._function(*arguments)
         if status != 0:
@@ -210,19 +209,20 @@ class DecodeLaunch:
 
     def _arguments_on(self, stream: int) -> tuple[Any, ...]:
         """Converted arguments of a launch on `stream`, kept for the runs on it that follow."""
-        if self._fill is not None and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream(self._index).wait_event(self._fill)
-            self._fill = None
-        self._call = self._call_on(stream)
-        return self._call[1]
-
-    def _call_on(self, stream: int) -> tuple[int, tuple[Any, ...]]:
-        """One object, so that stream and arguments belong together whoever looks at them."""
-        return stream, (
+        arguments = (
             self._reference,
             ctypes.c_int32.from_param(self._num_sms),
             ctypes.c_void_p.from_param(stream),
         )
+        if self._owed is not None and not torch.cuda.is_current_stream_capturing():
+            self._owed()
+            self._owed = None
+        if self._owed is None:
+            self._call = (stream, arguments)
+        return arguments
+
+    def _wait_for(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._index).wait_event(event)
 
     def reset(self) -> None:
         """Empty the workspace, in which an aborted launch may have left partial states.
