@@ -35,9 +35,8 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
     Cursor at{}, ahead{};  // a search that finds no tile sets no more than that
     begin(at, ahead);
     if (at.in_block == 0) return;
-    // The place of the next V is known when the loop begins, that of the K after it on its way.
-    if (ahead.in_block > 0) next_tile(ahead);
-    ChunkPlace next = this->template place_of<false>(ahead);
+    if (ahead.in_block > 0) this->next_tile(ahead);
+    this->begin_lookup(ahead);
     wait_copies<Shape::kSlots>();  // for the rows of q
     __syncthreads();
     this->take_query(at.request);
@@ -50,6 +49,7 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
     // Whether the slot before this one is not filled again yet: other warps may be reading it.
     bool held = false;
     while (true) {
+      if (at.in_block == control.release_at) DependentMemory::release_consumer();
       const int value_slot = slot + 1 < Shape::kSlots ? slot + 1 : 0;
       attend(at, slot, value_slot, held);
       if (held && threadIdx.x == 0) {
@@ -58,21 +58,19 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
         control.range.before += control.request_tiles;
         begin_request(at, control.range);
       }
+      place = this->look_up(ahead);
       held = at.in_request == 1;
       if (held || at.in_block == 1) {
         finish(at, value_slot);
         if (at.in_block == 1) break;
-        next_tile(at);
+        this->next_tile(at);
         start_state(at);
         if (at.in_block > at.in_request) this->copy_query(at.request + 1);
       } else {
-        this->template copy<kKey>(value_slot, next);
-        next_tile(at);
+        this->template copy<kKey>(value_slot, place);
+        this->next_tile(at);
       }
       slot += slot + 2 < Shape::kSlots ? 2 : 2 - Shape::kSlots;
-      place = next;
-      if (ahead.in_block > 0) next_tile(ahead);
-      next = this->template place_of<false>(ahead);
     }
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
@@ -82,17 +80,6 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
   }
 
  private:
-  __device__ __forceinline__ Lens lens() const { return Lens(p, control.head); }
-
-  template <class AnyLens>
-  __device__ __forceinline__ void next_tile(const AnyLens& known, Cursor& at) const {
-    advance<Shape>(p, known, at);
-  }
-
-  __device__ __forceinline__ void next_tile(Cursor& at) const {
-    advance<Shape>(p, [&](int request) { return lens()(request); }, at);
-  }
-
   // Notes how the request at hand is shared, for the threads to read behind the next barrier.
   __device__ __forceinline__ void begin_request(const Cursor& at, const Range& range) const {
     const RequestTiles tiles = tiles_of<Shape>(p, at.kv_len);
@@ -126,11 +113,15 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
         guesses[i] = ahead;
         places[i] = this->template place_of<true>(ahead);
         if (!this->exists(places[i])) places[i].live = 0;
-        if (i < kAhead && ahead.in_block > 0) next_tile(known, ahead);
+        if (i < kAhead && ahead.in_block > 0) this->next_tile(known, ahead);
       }
     }
+    // Of a single tile the prefetch comes too late to help, and only delays what follows.
+    if (at.in_block > 1) this->prefetch_keys(places[0]);
     DependentMemory::wait_for_producer();
-    DependentMemory::release_consumer();
+    const int release_at = release_point(at.in_block);
+    if (at.in_block <= release_at) DependentMemory::release_consumer();
+    if (threadIdx.x == 0) control.release_at = release_at;
     int own_read = 0;
     if (has_own) own_read = lens.template read<false>(own);
     bool same = guessing;
@@ -161,12 +152,17 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) {
         places[i] = this->template place_of<false>(ahead);
-        if (i < kAhead && ahead.in_block > 0) next_tile(ahead);
+        if (i < kAhead && ahead.in_block > 0) this->next_tile(ahead);
       }
       this->copy_first(places);
     }
     place = places[kAhead];
   }
+
+  // How many tiles a block has left when it lets the next launch's blocks come: halfway. They must
+  // find a block of this launch on every SM, else two of them share one and the launch takes up to
+  // a sixth longer; and what they ask for should not come ahead of most of this launch's tokens.
+  static __device__ __forceinline__ int release_point(int tiles) { return max(tiles / 2, 2); }
 
   // The state of the request at hand: nothing seen.
   __device__ __forceinline__ void start_state(const Cursor& at) {
@@ -284,12 +280,13 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
       load_matrices(a, Shape::Tokens::after(base, piece));
       if constexpr (kFp8) {
         // A lane's four bytes are consecutive d: the order within sixteen is q's as well.
-        const uint32_t first[4] = {widen(a[0]), widen(a[1]), widen(a[0] >> 16), widen(a[1] >> 16)};
-        multiply(first, piece);
-        if (piece + 1 < Shape::kPieces) {
-          const uint32_t second[4] = {widen(a[2]), widen(a[3]), widen(a[2] >> 16),
-                                      widen(a[3] >> 16)};
-          multiply(second, piece + 1);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (piece + half >= Shape::kPieces) break;
+          uint32_t keys[4];
+          widen(a[half * 2], keys[0], keys[2]);
+          widen(a[half * 2 + 1], keys[1], keys[3]);
+          multiply(keys, piece + half);
         }
       } else {
         multiply(a, piece / 2);
@@ -345,10 +342,9 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (piece + half >= Shape::kPieces) break;
-          const uint32_t values[4] = {widen(__byte_perm(a[half], 0, 0x20)),
-                                      widen(__byte_perm(a[half], 0, 0x31)),
-                                      widen(__byte_perm(a[half + 2], 0, 0x20)),
-                                      widen(__byte_perm(a[half + 2], 0, 0x31))};
+          uint32_t values[4];
+          widen(__byte_perm(a[half], 0, 0x3120), values[0], values[1]);
+          widen(__byte_perm(a[half + 2], 0, 0x3120), values[2], values[3]);
           add_rows(values, piece + half, b);
         }
       } else {
@@ -490,8 +486,7 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
                   this->give(control.current, vector, state);
                 });
     if (more) {
-      __syncwarp();
-      if (lane == 0) arrive(this->merged());
+      arrive(this->merged());
       this->take_query(at.request + 1);  // visible since the barriers of the merge
     }
   }

@@ -74,11 +74,16 @@ __device__ __forceinline__ void load_shared(uint32_t (&words)[2], uint32_t addre
                : "memory");
 }
 
-// Two e4m3 values, of the low 16 bits, as two halves; exact.
-__device__ __forceinline__ uint32_t widen(uint32_t pair) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
-  return halves;
+// Four e4m3 values as two pairs of halves; exact.
+__device__ __forceinline__ void widen(uint32_t four, uint32_t& low, uint32_t& high) {
+  asm("{\n"
+      ".reg .b16 first, second;\n"
+      "mov.b32 {first, second}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, first;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, second;\n"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(four));
 }
 
 // 16 bytes to shared memory, or 16 zero bytes when `bytes` is 0 (then nothing is read).
@@ -99,7 +104,11 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" : : "n"(kPending) : "memory");
 }
 
-// A barrier in shared memory at which warps arrive without waiting. Phases alternate in parity.
+__device__ __forceinline__ void prefetch_to_l2(const void* line) {
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(line));
+}
+
+// A barrier in shared memory at which threads arrive without waiting. Phases alternate in parity.
 __device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" : : "r"(barrier), "r"(arrivals) : "memory");
 }

@@ -43,6 +43,7 @@ struct Control {
   Range range;  // `before`: the tiles ahead of that request
   int first_request;
   int request_tiles;
+  int release_at;  // tiles left when the next launch's blocks may come
   Shared current;
   Shared owed;      // a request that ends inside the range and that others began: merged later
   uint64_t merged;  // barrier: the warps' states have been merged
@@ -75,7 +76,7 @@ class DecodeWork {
       control.live_rows = min(N, launch.rows_total - row_start);
       control.block = blockIdx.x / launch.heads;
       control.owed.parts = 1;
-      init_barrier(merged(), Shape::kWarps);
+      init_barrier(merged(), Shape::kThreads);
     }
     __syncthreads();
     const uint32_t own_ring = ring + warp * Shape::kChunkBytes;
@@ -107,6 +108,24 @@ class DecodeWork {
     return at.tile * Shape::kTile + own_tokens;
   }
 
+  // Where the id of the index-th page of a request lies.
+  __device__ __forceinline__ const int32_t* id_of(int request, uint32_t index) const {
+    const uint64_t batch_stride = static_cast<uint32_t>(p.table_batch_stride);
+    return p.page_table + control.head * p.table_head_stride +
+           (static_cast<uint32_t>(request) * batch_stride + index);
+  }
+
+  __device__ __forceinline__ Lens lens() const { return Lens(p, control.head); }
+
+  template <class AnyLens>
+  __device__ __forceinline__ void next_tile(const AnyLens& known, Cursor& at) const {
+    advance<Shape>(p, known, at);
+  }
+
+  __device__ __forceinline__ void next_tile(Cursor& at) const {
+    advance<Shape>(p, [&](int request) { return lens()(request); }, at);
+  }
+
   // kHint: before the wait for the producer; what is found there may not be true.
   template <bool kHint>
   __device__ __forceinline__ ChunkPlace place_of(const Cursor& at) const {
@@ -122,14 +141,53 @@ class DecodeWork {
         const uint32_t index = launch.page(begin + offset);
         place.slot[sub] -= index * p.page_size;
         place.page[sub] = 0;
-        const int32_t* from = p.page_table + control.head * p.table_head_stride +
-                              (static_cast<uint32_t>(at.request) *
-                                   uint64_t{static_cast<uint32_t>(p.table_batch_stride)} +
-                               index);
+        const int32_t* from = id_of(at.request, index);
         if (offset < place.live) place.page[sub] = kHint ? read_hint(from) : *from;
       }
     }
     return place;
+  }
+
+  // Begins to look up places from `at` on: the first ids are on their way when this returns.
+  __device__ __forceinline__ void begin_lookup(const Cursor& at) {
+    if constexpr (kWholePages) {
+      ids.lane = ids.end = 0;
+      if (at.in_block > 0) ids.next = read_ids(at.request, at.tile, at.kv_len);
+    } else {
+      looked_up = place_of<false>(at);
+    }
+  }
+
+  // The place at `at`, which moves on by a tile. Every call asks for what a later one needs.
+  __device__ __forceinline__ ChunkPlace look_up(Cursor& at) {
+    ChunkPlace place;
+    if constexpr (kWholePages) {
+      place = known_place(at);
+      if (at.in_block > 0) next_tile(at);
+    } else {
+      place = looked_up;
+      if (at.in_block > 0) next_tile(at);
+      looked_up = place_of<false>(at);
+    }
+    return place;
+  }
+
+  // Asks for the tokens of K at `place`, which may not be there to be read yet, to come into L2.
+  __device__ __forceinline__ void prefetch_keys(const ChunkPlace& place) const {
+    constexpr int kLineBytes = 128, kLines = (D * sizeof(E) + kLineBytes - 1) / kLineBytes;
+    const int token = lane % Shape::kChunk, sub = kWholePages ? token / 16 : 0;
+    if (token >= place.live) return;
+    const int page = sub == 0 ? place.page[0] : place.page[kSubs - 1];
+    int slot = sub == 0 ? place.slot[0] : place.slot[kSubs - 1];
+    if constexpr (kWholePages) slot += token % 16;
+    const char* row = static_cast<const char*>(p.key) +
+                      control.head * p.k_head_stride * sizeof(E) +
+                      pieces_to(page, slot, launch.k_page_pieces, launch.k_token_pieces) * 16;
+#pragma unroll
+    for (int line = 0; line < kLines; line += 32 / Shape::kChunk) {
+      const int own = line + lane / Shape::kChunk;
+      if (own < kLines) prefetch_to_l2(row + own * kLineBytes);
+    }
   }
 
   // Of a place that was read as a hint: whether it lies in the pool.
@@ -147,6 +205,45 @@ class DecodeWork {
 #pragma unroll
     for (int sub = 0; sub < kSubs; ++sub) same = same && a.page[sub] == b.page[sub];
     return same;
+  }
+
+  // Page ids of a warp's chunks in the tiles from `first_tile` on, a lane's each.
+  static constexpr int kTilesOfIds = 32 / kSubs;
+  __device__ __forceinline__ int read_ids(int request, int first_tile, int kv_len) const {
+    const int token = (first_tile + lane / kSubs) * Shape::kTile + own_tokens + lane % kSubs * 16;
+    if (p.page_table == nullptr || token >= kv_len) return 0;
+    return *id_of(request, launch.page(token));
+  }
+
+  // Ids are read many tiles at once and long before they are used: they queue behind the tokens.
+  __device__ __forceinline__ ChunkPlace known_place(const Cursor& at) {
+    ChunkPlace place;
+    place.live = 0;
+    if (at.in_block <= 0) return place;
+    if (ids.lane == ids.end) {
+      ids.now = ids.next;
+      ids.lane = 0;
+      ids.end = min(at.in_request, kTilesOfIds) * kSubs;
+      const bool same = at.in_request > kTilesOfIds, another = at.in_block > at.in_request;
+      ids.next = read_ids(
+          at.request + (same ? 0 : 1),
+          same ? at.tile + kTilesOfIds : tiles_of<Shape>(p, at.next_kv_len).first,
+          same ? at.kv_len : another ? at.next_kv_len : 0);
+    }
+    const int begin = chunk_begin(at);
+    place.live = at.kv_len - begin;
+#pragma unroll
+    for (int sub = 0; sub < kSubs; ++sub) {
+      const int token = begin + sub * 16;
+      place.page[sub] = at.request;
+      place.slot[sub] = token;
+      if (p.page_table != nullptr) {
+        place.page[sub] = __shfl_sync(0xffffffffu, ids.now, ids.lane + sub);
+        place.slot[sub] -= launch.page(token) * p.page_size;
+      }
+    }
+    ids.lane += kSubs;
+    return place;
   }
 
   // Copies K or V of the chunk at `place` to ring slot `slot`. Always one group of copies.
@@ -337,6 +434,11 @@ class DecodeWork {
   const char* key;
   const char* value;
   uint64_t policy;
+  struct {
+    int now, next;  // of the tiles at hand, and of those that follow
+    int lane, end;  // whose turn it is, and where the turns of `now` end
+  } ids;                 // where pages hold whole sixteens
+  ChunkPlace looked_up;  // elsewhere: the next place
 };
 
 }  // namespace stream_attention
