@@ -1,5 +1,5 @@
-// The C ABI of exact decode: a plain struct prepared once, one call a run. Results are as in state_abi.h: 0 is
-// success, positive values are cudaError_t, negative values are refusals.
+// The C ABI of exact decode: a plain struct is prepared once, a run is one call. Results are as in
+// state_abi.h: 0 is success, positive values are cudaError_t, negative values are refusals.
 #ifndef STREAM_ATTENTION_DECODE_ABI_H_
 #define STREAM_ATTENTION_DECODE_ABI_H_
 
@@ -70,7 +70,7 @@ struct StreamAttentionDecodeGeometry {
 };
 
 // sizeof of the params (0), the geometry (1) or a prepared call (2) as this library was compiled;
-// -1 for anything else.
+// -1 for any other.
 STREAM_ATTENTION_EXPORT int64_t stream_attention_decode_struct_bytes(int32_t which);
 
 STREAM_ATTENTION_EXPORT const char* stream_attention_decode_error_string(int32_t status);

@@ -212,8 +212,7 @@ class DecodeLaunch:
         current = self._current_stream(self._index)
         if current != stream:
             arguments = self._arguments_on(current)
-        status = self._function(*arguments)
-        if status != 0:
+        if status := self._function(*arguments):
             check("stream_attention_decode", status)
 
     def _arguments_on(self, stream: int) -> tuple[Any, ...]:
