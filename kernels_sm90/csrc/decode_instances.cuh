@@ -1,6 +1,5 @@
 // Every instance of the decode kernel for one dtype of q: the choice among them, their geometry and
-// what their launches need. Each dtype is a translation unit of its own (decode_bfloat16.cu,
-// decode_float16.cu).
+// launch. Each dtype is a translation unit of its own (decode_bfloat16.cu, decode_float16.cu).
 #ifndef STREAM_ATTENTION_DECODE_INSTANCES_CUH_
 #define STREAM_ATTENTION_DECODE_INSTANCES_CUH_
 
