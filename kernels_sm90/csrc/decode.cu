@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "decode_dispatch.h"
+#include "decode_prepared.cuh"
 #include "decode_schedule.h"
 
 namespace stream_attention {
@@ -35,8 +36,12 @@ using namespace stream_attention;
 extern "C" {
 
 int64_t stream_attention_decode_struct_bytes(int32_t which) {
-  if (which == 0) return sizeof(StreamAttentionDecodeParams);
-  return which == 1 ? static_cast<int64_t>(sizeof(StreamAttentionDecodeGeometry)) : -1;
+  switch (which) {
+    case 0: return sizeof(StreamAttentionDecodeParams);
+    case 1: return sizeof(StreamAttentionDecodeGeometry);
+    case 2: return sizeof(PreparedDecode);
+    default: return -1;
+  }
 }
 
 const char* stream_attention_decode_error_string(int32_t status) {
@@ -57,6 +62,10 @@ const char* stream_attention_decode_error_string(int32_t status) {
              "table: below 2^32 elements";
     case STREAM_ATTENTION_DECODE_BAD_PAGES:
       return "num_pages: must be >= 1, and >= batch where there is no page table";
+    case STREAM_ATTENTION_DECODE_BAD_CALL:
+      return "call: must be aligned to 8 and as large as decode_struct_bytes(2) says";
+    case STREAM_ATTENTION_DECODE_NOT_PREPARED:
+      return "call: must have been prepared by decode_prepare, without an error";
     default: return cudaGetErrorString(static_cast<cudaError_t>(status));
   }
 }
@@ -68,16 +77,25 @@ int32_t stream_attention_decode_geometry(const StreamAttentionDecodeParams* para
   return dispatch({DecodeAction::kGeometry, params, num_sms, geometry, nullptr});
 }
 
-int32_t stream_attention_decode_prepare(const StreamAttentionDecodeParams* params,
-                                        int32_t num_sms) {
+int32_t stream_attention_decode_prepare(const StreamAttentionDecodeParams* params, int32_t num_sms,
+                                        void* call, int64_t call_bytes) {
+  if (call == nullptr) return STREAM_ATTENTION_DECODE_NULL_POINTER;
+  const bool fits = call_bytes == sizeof(PreparedDecode) &&
+                    reinterpret_cast<uintptr_t>(call) % alignof(PreparedDecode) == 0;
+  if (!fits) return STREAM_ATTENTION_DECODE_BAD_CALL;
+  auto* prepared = static_cast<PreparedDecode*>(call);
+  prepared->prepared = 0;  // what was prepared before is gone, even if this is refused
   const int status = check(*params, num_sms);
   if (status != STREAM_ATTENTION_OK) return status;
-  return dispatch({DecodeAction::kPrepare, params, num_sms, nullptr, nullptr});
+  return dispatch({DecodeAction::kPrepare, params, num_sms, nullptr, prepared});
 }
 
-int32_t stream_attention_decode(const StreamAttentionDecodeParams* params, int32_t num_sms,
-                                void* stream) {
-  return dispatch({DecodeAction::kLaunch, params, num_sms, nullptr, stream});
+int32_t stream_attention_decode(const void* call, void* stream) {
+  if (call == nullptr) return STREAM_ATTENTION_DECODE_NULL_POINTER;
+  const auto& prepared = *static_cast<const PreparedDecode*>(call);
+  if (prepared.prepared != PreparedDecode::kPrepared) return STREAM_ATTENTION_DECODE_NOT_PREPARED;
+  const int status = enqueue(prepared, stream);
+  return status == CUDA_ERROR_INVALID_CONTEXT ? enqueue_in_new_thread(prepared, stream) : status;
 }
 
 void stream_attention_decode_tiles(int32_t kv_len, int32_t qo_len, int32_t window_left,

@@ -1,5 +1,5 @@
-// The C ABI of exact decode: one plain struct, one call a run. Results are as in state_abi.h: 0 is
-// success, positive values are cudaError_t, negative values are refusals.
+// The C ABI of exact decode: a plain struct is prepared once, a run is one call. Results are as in
+// state_abi.h: 0 is success, positive values are cudaError_t, negative values are refusals.
 #ifndef STREAM_ATTENTION_DECODE_ABI_H_
 #define STREAM_ATTENTION_DECODE_ABI_H_
 
@@ -17,6 +17,8 @@ enum StreamAttentionDecodeStatus {
   STREAM_ATTENTION_DECODE_MISALIGNED = -105,
   STREAM_ATTENTION_DECODE_BAD_STRIDE = -106,
   STREAM_ATTENTION_DECODE_BAD_PAGES = -107,
+  STREAM_ATTENTION_DECODE_BAD_CALL = -108,
+  STREAM_ATTENTION_DECODE_NOT_PREPARED = -109,
 };
 
 // What K and V hold.
@@ -67,7 +69,8 @@ struct StreamAttentionDecodeGeometry {
   int32_t slots;            // of the ring: each holds K or V of a tile
 };
 
-// sizeof of the params (0) or the geometry (1) as this library was compiled.
+// sizeof of the params (0), the geometry (1) or a prepared call (2) as this library was compiled;
+// -1 for any other.
 STREAM_ATTENTION_EXPORT int64_t stream_attention_decode_struct_bytes(int32_t which);
 
 STREAM_ATTENTION_EXPORT const char* stream_attention_decode_error_string(int32_t status);
@@ -77,13 +80,19 @@ STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_geometry(
     const struct StreamAttentionDecodeParams* params, int32_t num_sms,
     struct StreamAttentionDecodeGeometry* geometry);
 
-// Loads the kernel onto the current device: call once before the first launch or capture.
+// Loads the kernel onto the current device and fills `call` with all that its launches share, a
+// copy of the params included. call: the caller's memory, aligned to 8, of the size that
+// `stream_attention_decode_struct_bytes(2)` gives; what it holds is the library's business, and
+// valid in this process alone. It may be copied, and prepared anew while launches of it run on the
+// device, but not during a call that launches it. A `call` whose preparation was refused is none.
 STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_prepare(
-    const struct StreamAttentionDecodeParams* params, int32_t num_sms);
+    const struct StreamAttentionDecodeParams* params, int32_t num_sms, void* call,
+    int64_t call_bytes);
 
-// Enqueues on `stream` (a cudaStream_t of the current device). No allocation, no synchronisation.
-STREAM_ATTENTION_EXPORT int32_t stream_attention_decode(
-    const struct StreamAttentionDecodeParams* params, int32_t num_sms, void* stream);
+// Enqueues a prepared call on `stream`, a cudaStream_t of the device that was current when it was
+// prepared and is current now. Writes nothing to `call`, so that threads may share it. Refuses
+// memory that was not prepared. No allocation, no synchronisation.
+STREAM_ATTENTION_EXPORT int32_t stream_attention_decode(const void* call, void* stream);
 
 // The schedule's arithmetic, for tests without a GPU. tiles: of one request, {first, count}.
 STREAM_ATTENTION_EXPORT void stream_attention_decode_tiles(int32_t kv_len, int32_t qo_len,

@@ -6,14 +6,16 @@
 
 namespace stream_attention {
 
-enum class DecodeAction { kGeometry, kPrepare, kLaunch };
+struct PreparedDecode;
+
+enum class DecodeAction { kGeometry, kPrepare };
 
 struct DecodeCall {
   DecodeAction action;
   const StreamAttentionDecodeParams* params;
   int num_sms;
   StreamAttentionDecodeGeometry* geometry;  // of kGeometry
-  void* stream;                             // of kLaunch
+  PreparedDecode* prepared;                 // of kPrepare
 };
 
 // By the dtype of q. Results as in decode_abi.h.

@@ -5,6 +5,7 @@
 
 #include "decode_dispatch.h"
 #include "decode_kernel.cuh"
+#include "decode_prepared.cuh"
 
 namespace stream_attention {
 namespace {
@@ -143,17 +144,24 @@ int check_pointers(const StreamAttentionDecodeParams& p,
   return STREAM_ATTENTION_OK;
 }
 
-int finish_call(cudaError_t error) {
-  // A refused call must not show up again as the error of some later one.
-  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
-  return static_cast<int>(error);
+void configure(PreparedDecode& call, const StreamAttentionDecodeGeometry& g) {
+  CUlaunchConfig& config = call.config;
+  config = {};
+  config.gridDimX = g.grid;
+  config.blockDimX = g.threads;
+  config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
+  config.sharedMemBytes = g.shared_bytes;
+  CUlaunchAttribute* attributes = call.attributes;
+  attributes[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  attributes[config.numAttrs++].value.programmaticStreamSerializationAllowed = 1;
+  if (g.blocks_per_head > 1) {  // blocks wait for one another
+    attributes[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+    attributes[config.numAttrs++].value.cooperative = 1;
+  }
 }
 
 template <class Chosen>
-int prepare(const DecodeCall& call) {
-  const int fault = check_pointers(*call.params, geometry_of<Chosen>(*call.params, call.num_sms));
-  if (fault != STREAM_ATTENTION_OK) return fault;
-  if (!addressable<Chosen>(*call.params)) return STREAM_ATTENTION_DECODE_BAD_STRIDE;
+cudaError_t load(PreparedDecode& call) {
   cudaError_t error =
       cudaFuncSetAttribute(Chosen::kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            Chosen::Shape::kSharedBytes);
@@ -161,28 +169,26 @@ int prepare(const DecodeCall& call) {
     error = cudaFuncSetAttribute(Chosen::kKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                  cudaSharedmemCarveoutMaxShared);
   }
-  return finish_call(error);
+  const void* kernel = reinterpret_cast<const void*>(Chosen::kKernel);
+  if (error == cudaSuccess) error = cudaGetFuncBySymbol(&call.function, kernel);
+  if (error == cudaSuccess) error = find_enqueue(call);
+  return error;
 }
 
 template <class Chosen>
-int launch(const DecodeCall& call) {
-  const StreamAttentionDecodeParams& p = *call.params;
-  const StreamAttentionDecodeGeometry g = geometry_of<Chosen>(p, call.num_sms);
-  const DecodeLaunch launch = launch_of<Chosen>(p, g);
-  cudaLaunchAttribute attributes[2];
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(g.grid);
-  config.blockDim = dim3(g.threads);
-  config.dynamicSmemBytes = g.shared_bytes;
-  config.stream = static_cast<cudaStream_t>(call.stream);
-  config.attrs = attributes;
-  attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-  if (g.blocks_per_head > 1) {  // blocks wait for one another
-    attributes[config.numAttrs].id = cudaLaunchAttributeCooperative;
-    attributes[config.numAttrs++].val.cooperative = 1;
-  }
-  return finish_call(cudaLaunchKernelEx(&config, Chosen::kKernel, launch));
+int prepare(const DecodeCall& asked) {
+  const StreamAttentionDecodeParams& p = *asked.params;
+  const StreamAttentionDecodeGeometry g = geometry_of<Chosen>(p, asked.num_sms);
+  const int fault = check_pointers(p, g);
+  if (fault != STREAM_ATTENTION_OK) return fault;
+  if (!addressable<Chosen>(p)) return STREAM_ATTENTION_DECODE_BAD_STRIDE;
+  PreparedDecode& call = *asked.prepared;
+  const cudaError_t error = load<Chosen>(call);
+  if (error != cudaSuccess) return finish_call(error);
+  configure(call, g);
+  call.launch = launch_of<Chosen>(p, g);
+  call.prepared = PreparedDecode::kPrepared;
+  return STREAM_ATTENTION_OK;
 }
 
 template <class T>
@@ -196,8 +202,7 @@ int decode_call(const DecodeCall& call) {
         }
         *call.geometry = geometry_of<Chosen>(*call.params, call.num_sms);
         return static_cast<int>(STREAM_ATTENTION_OK);
-      case DecodeAction::kPrepare: return prepare<Chosen>(call);
-      default: return launch<Chosen>(call);
+      default: return prepare<Chosen>(call);
     }
   });
 }

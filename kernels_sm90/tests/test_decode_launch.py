@@ -24,16 +24,24 @@ STREAMS = (0, 0x7F12_3456_9ABC_DEF0, 0xFFFF_8000_0000_0008)
 EMPTY = -1
 
 
+PARAMS_BYTES = ctypes.sizeof(decode.DecodeParams)
+NOT_PREPARED = -109
+
+
 class FakeLibrary:
-    """The native library. calls: (params, num_sms, stream, scratch is empty) of each launch."""
+    """The native library; a call that it prepared is the params and the number of SMs.
+
+    calls: (params, num_sms, stream, scratch is empty) of each launch.
+    """
+
+    call_bytes = PARAMS_BYTES + 8
 
     def __init__(self):
         self.calls = []
         self.status = 0
         self.scratch = None
-        prototype = ctypes.CFUNCTYPE(
-            ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p
-        )
+        self.refusal = 0
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
         self._callback = prototype(self._launched)
 
     def __getitem__(self, name):
@@ -41,10 +49,11 @@ class FakeLibrary:
         address = ctypes.cast(self._callback, ctypes.c_void_p).value
         return ctypes.CFUNCTYPE(ctypes.c_int32)(address)
 
-    def _launched(self, address, num_sms, stream):
-        params = decode.DecodeParams.from_buffer_copy(
-            (ctypes.c_char * ctypes.sizeof(decode.DecodeParams)).from_address(address)
-        )
+    def _launched(self, address, stream):
+        params = decode.DecodeParams.from_buffer_copy(ctypes.string_at(address, PARAMS_BYTES))
+        num_sms = ctypes.c_int64.from_address(address + PARAMS_BYTES).value
+        if num_sms == 0:
+            return NOT_PREPARED
         empty = self.scratch is None or bool((self.scratch == EMPTY).all())
         self.calls.append((params, num_sms, stream or 0, empty))
         return self.status
@@ -55,8 +64,17 @@ class FakeLibrary:
         form.grid, form.threads, form.shared_bytes = 4, 256, 1024
         return 0
 
-    def stream_attention_decode_prepare(self, params, num_sms):
-        return 0
+    def stream_attention_decode_struct_bytes(self, which):
+        assert which == decode.CALL_STRUCT
+        return self.call_bytes
+
+    def stream_attention_decode_prepare(self, params, num_sms, call, call_bytes):
+        assert call_bytes == ctypes.sizeof(call._obj) == self.call_bytes
+        address = ctypes.addressof(call._obj)
+        ctypes.memmove(address, params, PARAMS_BYTES)
+        prepared_for = 0 if self.refusal else num_sms
+        ctypes.c_int64.from_address(address + PARAMS_BYTES).value = prepared_for
+        return self.refusal
 
     def stream_attention_decode_error_string(self, status):
         return b"some reason"
@@ -180,6 +198,21 @@ def test_a_run_after_a_rebind_is_over_the_other_memory(library, runtime):
     ]
 
 
+def test_a_refused_rebind_leaves_nothing_to_run(library, runtime):
+    launch, bound = made(library)
+    launch.run()
+    library.refusal = -105
+    with pytest.raises(NativeLaunchError, match=r"^stream_attention_decode_prepare: some reason"):
+        launch.rebind(bound)
+    with pytest.raises(NativeLaunchError, match=r"^stream_attention_decode: some") as caught:
+        launch.run()
+    assert caught.value.status == NOT_PREPARED
+    library.refusal = 0
+    launch.rebind(bound)
+    launch.run()
+    assert len(library.calls) == 2
+
+
 @pytest.mark.parametrize("status", [1, -3])
 def test_a_status_is_an_error_of_that_run_alone(library, runtime, status):
     launch, _ = made(library)
@@ -236,20 +269,64 @@ def test_a_reset_waits_except_during_a_capture(library, runtime):
         assert runtime.asked["synchronize"] == waited + more
 
 
-def test_the_library_takes_arguments_that_are_converted_already():
-    """It refuses the dtype before it asks for a GPU, so that params and status are seen to pass."""
+def call_memory():
+    """Memory of a call that was never prepared."""
+    return (ctypes.c_char * decode.functions().stream_attention_decode_struct_bytes(2))()
+
+
+def test_a_call_that_was_not_prepared_is_refused():
+    """And so without a GPU: that arguments converted already reach the library is seen there."""
     require(LIBRARY)
-    params = decode.DecodeParams(dtype=7)
-    arguments = (
-        ctypes.byref(params),
-        ctypes.c_int32.from_param(132),
-        ctypes.c_void_p.from_param(STREAMS[1]),
-    )
-    status = decode.launcher()(*arguments)
-    with pytest.raises(NativeLaunchError, match=r"dtype: must be 1 \(float16\)") as caught:
-        decode.check("stream_attention_decode", status)
-    assert (
-        caught.value.status
-        == status
-        == decode.functions().stream_attention_decode(ctypes.byref(params), 132, STREAMS[1])
-    )
+    random = call_memory()
+    random.raw = bytes(7 * i % 256 for i in range(len(random)))
+    for call in (call_memory(), random):
+        status = decode.launcher()(ctypes.byref(call), ctypes.c_void_p.from_param(STREAMS[1]))
+        with pytest.raises(NativeLaunchError, match="call: must have been prepared") as caught:
+            decode.check("stream_attention_decode", status)
+        again = decode.functions().stream_attention_decode(ctypes.byref(call), STREAMS[1])
+        assert caught.value.status == status == again == NOT_PREPARED
+
+
+def test_no_call_at_all_is_refused():
+    require(LIBRARY)
+    with pytest.raises(NativeLaunchError, match="pointer is null"):
+        decode.check("decode", decode.functions().stream_attention_decode(None, None))
+
+
+def test_memory_that_cannot_hold_a_call_is_refused_and_left_alone():
+    """Before the params are looked at: these would be refused for their shape."""
+    require(LIBRARY)
+    size = len(call_memory())
+    memory = (ctypes.c_char * (size + 16))(*b"\1" * (size + 16))
+    address = ctypes.addressof(memory)
+    prepare = decode.functions().stream_attention_decode_prepare
+    places = ((0, size - 1), (0, size + 1), (0, 0), (0, -1), (1, size), (4, size))
+    for offset, call_bytes in places:
+        status = prepare(decode.DecodeParams(), 132, address + offset, call_bytes)
+        with pytest.raises(NativeLaunchError, match="call: must be aligned to 8 and as large as"):
+            decode.check("prepare", status)
+    with pytest.raises(NativeLaunchError, match="pointer is null"):
+        decode.check("prepare", prepare(decode.DecodeParams(), 132, None, size))
+    assert memory.raw == b"\1" * len(memory)
+    status = prepare(decode.DecodeParams(), 132, address + 8, size)
+    with pytest.raises(NativeLaunchError, match="batch, qo_len"):
+        decode.check("prepare", status)
+
+
+def test_params_that_are_refused_take_back_what_was_prepared():
+    """Whatever the memory held of a call before, its first word is no longer a prepared call's."""
+    require(LIBRARY)
+    call = call_memory()
+    call.raw = b"\1" * len(call)
+    prepare = decode.functions().stream_attention_decode_prepare
+    assert prepare(decode.DecodeParams(), 132, ctypes.byref(call), len(call)) != 0
+    assert call.raw == bytes(8) + b"\1" * (len(call) - 8)
+    status = decode.functions().stream_attention_decode(ctypes.byref(call), None)
+    assert status == NOT_PREPARED
+
+
+def test_sizes_of_what_the_library_takes():
+    require(LIBRARY)
+    measure = decode.functions().stream_attention_decode_struct_bytes
+    assert measure(2) > PARAMS_BYTES and measure(2) % 8 == 0
+    assert (measure(-1), measure(3)) == (-1, -1)

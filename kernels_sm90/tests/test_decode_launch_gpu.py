@@ -3,6 +3,7 @@
 What a run hands to its foreign call is tested without a GPU in test_decode_launch.py.
 """
 
+import ctypes
 import threading
 
 import pytest
@@ -19,6 +20,8 @@ DEVICE = "cuda"
 CASE = Case(qo_lens=(1,) * 3, kv_lens=(700, 0, 33), spare=0, call="batch", num_qo_heads=8)
 # About 10 ms: longer than any launch here takes to reach a stream that is free.
 DELAY_CYCLES = 20_000_000
+# Of a prepared call: behind the mark, the driver's function and the kernel, of 8 bytes each.
+GRID_WORD = 6
 
 
 @pytest.fixture(autouse=True)
@@ -106,10 +109,60 @@ def test_a_thread_has_a_current_stream_of_its_own():
     assert not failures
 
 
+def test_a_thread_that_never_used_cuda_may_run():
+    """Without a context of its own, and without a stream or device set: on the default stream."""
+    bound = Bound()
+    assert bound.step._index == 0
+    failures = []
+
+    def work():
+        try:
+            for _ in range(3):
+                bound.step.run()
+        except Exception as error:
+            failures.append(error)
+
+    for which in (1, 0):
+        bound.built.q.copy_(bound.queries[which])
+        bound.out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        torch.cuda.synchronize()
+        assert not failures
+        assert torch.equal(bound.out, bound.expected[which])
+
+
 def test_a_refusal_of_the_library_is_an_error_and_the_next_run_is_right():
     bound = Bound()
-    kept, bound.step._params.dtype = bound.step._params.dtype, 7
-    with pytest.raises(NativeLaunchError, match=r"^stream_attention_decode: dtype: must be 1"):
+    prepared = bound.step._prepared
+    kept, prepared.raw = prepared.raw, bytes(len(prepared))
+    with pytest.raises(NativeLaunchError, match=r"^stream_attention_decode: call: must have been"):
         bound.step.run()
-    bound.step._params.dtype = kept
+    prepared.raw = kept
     bound.late(0)
+
+
+def test_a_refusal_of_the_driver_is_an_error_of_that_run_alone():
+    """Here for a grid of no blocks."""
+    bound = Bound()
+    prepared = bound.step._prepared
+    kept, words = prepared.raw, (ctypes.c_uint32 * (len(prepared) // 4)).from_buffer(prepared)
+    words[GRID_WORD] = 0
+    with pytest.raises(NativeLaunchError, match=r"^stream_attention_decode: invalid argument"):
+        bound.step.run()
+    prepared.raw = kept
+    torch.cuda.synchronize()  # raises where an error stayed behind
+    bound.late(0)
+
+
+def test_a_copy_of_a_prepared_call_is_as_good():
+    """It holds no address of itself, and its first memory may be gone."""
+    bound = Bound()
+    prepared = bound.step._prepared
+    copy = (ctypes.c_char * len(prepared)).from_buffer_copy(prepared)
+    prepared.raw = bytes(len(prepared))
+    bound.step._prepared, bound.step._reference = copy, ctypes.byref(copy)
+    bound.step._call = (None, ())
+    bound.late(1)

@@ -1,5 +1,6 @@
 """The capability record of sm90_decode: what it serves, what it refuses and why; its geometry."""
 
+import ctypes
 import dataclasses
 from types import SimpleNamespace
 
@@ -169,9 +170,17 @@ def test_the_library_refuses_bad_params_itself(field, value, words):
         decode.check("stream_attention_decode_geometry", status)
 
 
+def prepare(params, num_sms):
+    """Prepare in memory of the size and alignment that the library asks for."""
+    call_bytes = decode.functions().stream_attention_decode_struct_bytes(decode.CALL_STRUCT)
+    call = (ctypes.c_char * call_bytes)()
+    return decode.functions().stream_attention_decode_prepare(
+        params, num_sms, ctypes.byref(call), call_bytes
+    )
+
+
 def test_the_library_refuses_missing_and_misaligned_memory():
     params = decode.shape_params(PROBLEM)
-    prepare = decode.functions().stream_attention_decode_prepare
     with pytest.raises(NativeLaunchError, match="pointer is null"):
         decode.check("prepare", prepare(params, 132))
     for name in ("q", "key", "value", "out", "scratch"):
@@ -186,7 +195,6 @@ def test_the_library_refuses_missing_and_misaligned_memory():
 
 def test_the_library_refuses_pools_that_cannot_hold_the_requests():
     params = decode.shape_params(PROBLEM)
-    prepare = decode.functions().stream_attention_decode_prepare
     for name in ("q", "key", "value", "out", "scratch"):
         setattr(params, name, (1 << 20) + 4)  # what is enough is refused for its address
     for table, enough in ((None, params.batch), (1 << 20, 1)):
