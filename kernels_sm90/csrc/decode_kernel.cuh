@@ -10,21 +10,27 @@
 #ifndef STREAM_ATTENTION_DECODE_KERNEL_CUH_
 #define STREAM_ATTENTION_DECODE_KERNEL_CUH_
 
+#include "decode_invariant.cuh"
 #include "decode_query.cuh"
 #include "stream_attention/global_memory.cuh"
 
 namespace stream_attention {
 
-template <class T, class E, int kHeadDim, int kRows, bool kWholePages>
-class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kWholePages> {
-  using Shape = DecodeShape<kHeadDim, kRows, sizeof(E)>;
-  using Work = DecodeQuery<T, E, Shape, kWholePages>;
+// What a block does between products, by whether requests are batch-invariant.
+template <class T, class E, class Shape, bool kWholePages>
+using DecodeParts = std::conditional_t<Shape::kInvariant, DecodeSpans<T, E, Shape, kWholePages>,
+                                       DecodeQuery<T, E, Shape, kWholePages>>;
+
+template <class T, class E, class Shape, bool kWholePages>
+class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
+  using Work = DecodeParts<T, E, Shape, kWholePages>;
   using typename Work::ChunkPlace;
   using Work::D, Work::N, Work::kVectorsPerRow, Work::kAhead, Work::kSubs;
   using Work::launch, Work::p, Work::lane, Work::warp, Work::control;
 
   using typename Work::Math;
   using Work::kFp8, Work::query, Work::row_scale;
+  static constexpr bool kInvariant = Shape::kInvariant;
   static constexpr int kChains = Shape::kRowBlocks == 1 && !kFp8 ? 2 : 1;
 
  public:
@@ -52,19 +58,19 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
     while (true) {
       const int value_slot = slot + 1 < Shape::kSlots ? slot + 1 : 0;
       attend(at, slot, value_slot, held);
-      if (held && threadIdx.x == 0) {
+      if (held && threadIdx.x == 0 && (!kInvariant || begins_request(at))) {
         // A request that ends inside the range and that others began is merged later.
         if (control.current.parts > 1) control.owed = control.current;
         control.range.before += control.request_tiles;
         begin_request(at, control.range);
       }
-      held = at.in_request == 1;
+      held = ends_span(at);
       if (held || at.in_block == 1) {
         finish(at, value_slot);
         if (at.in_block == 1) break;
         next_tile(at);
         start_state(at);
-        if (at.in_block > at.in_request) this->copy_query(at.request + 1);
+        if ((!kInvariant || begins_request(at)) && at.in_block > at.in_request) this->copy_query(at.request + 1);
       } else {
         this->template copy<kKey>(value_slot, next);
         next_tile(at);
@@ -76,7 +82,7 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
     }
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      const Shared merged = i == 0 ? control.owed : control.current;
+      const typename Work::Sharing merged = i == 0 ? control.owed : control.current;
       if (merged.parts > 1) this->merge_slice(merged);
     }
   }
@@ -91,6 +97,15 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
 
   __device__ __forceinline__ void next_tile(Cursor& at) const {
     advance<Shape>(p, [&](int request) { return lens()(request); }, at);
+  }
+
+  __device__ __forceinline__ bool begins_request(const Cursor& at) const {
+    return at.tile == tiles_of<Shape>(p, at.kv_len).first;
+  }
+
+  // Whether the states of all warps are merged behind this tile, whatever the block's range.
+  __device__ __forceinline__ bool ends_span(const Cursor& at) const {
+    return at.in_request == (kInvariant ? span_end : 1);
   }
 
   // Notes how the request at hand is shared, for the threads to read behind the next barrier.
@@ -168,12 +183,15 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
     place = places[kAhead];
   }
 
-  // The state of the request at hand: nothing seen.
+  // The state of the request at hand, or of a span of it: nothing seen.
   __device__ __forceinline__ void start_state(const Cursor& at) {
     const int oldest = at.kv_len - p.qo_len;  // position of the request's first query
     seen_to = p.causal ? min(oldest + 1, at.kv_len) : at.kv_len;
     seen_from = p.window_left < 0 ? 0 : max(0, at.kv_len - 1 - p.window_left);
     if (launch.cap > 0.f) seen_to = 0;
+    if constexpr (kInvariant) {
+      span_end = max(at.in_request - span_tiles(tiles_of<Shape>(p, at.kv_len).count), 0) + 1;
+    }
 #pragma unroll
     for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
 #pragma unroll
@@ -208,7 +226,8 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
     }
     __syncwarp();  // all lanes have read K
     if (held) {
-      wait_for_phase(this->merged(), (at.request - 1 - control.first_request) % 2);
+      const int merges = kInvariant ? merges_odd : at.request - control.first_request;
+      wait_for_phase(this->merged(), (merges - 1) % 2);
       this->template copy<kKey>(slot > 0 ? slot - 1 : Shape::kSlots - 1, place);
     }
     this->template copy<kValue>(slot, place);
@@ -479,7 +498,7 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
     }
   }
 
-  // The end of a request or of the range.
+  // The end of a request, of a span of it or of the range.
   __device__ __forceinline__ void finish(const Cursor& at, int value_slot) {
     const bool more = at.in_block > 1;
     // The next rows of q were asked for when the request began: in so few tiles they may not have
@@ -487,30 +506,40 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
     if (more && at.tile - tiles_of<Shape>(p, at.kv_len).first < kAhead) wait_copies<0>();
     merge_warps(reinterpret_cast<float*>(memory + value_slot * Shape::kSlotBytes),
                 [&](int vector, const State& state) {
-                  this->give(control.current, vector, state);
+                  if constexpr (kInvariant) {
+                    this->give(control.current, at.in_request, vector, state);
+                  } else {
+                    this->give(control.current, vector, state);
+                  }
                 });
     if (more) {
       __syncwarp();
       if (lane == 0) arrive(this->merged());
-      this->take_query(at.request + 1);  // visible since the barriers of the merge
+      // Visible since the barriers of the merge.
+      this->take_query(kInvariant && at.in_request > 1 ? at.request : at.request + 1);
+      merges_odd ^= 1;
     }
   }
 
   Range range;      // as it was found
   char* memory;     // shared
   int seen_from, seen_to;  // tokens of the request that all rows see, where scores have no cap
+  int span_end;  // batch-invariant: in_request of the span's last tile
+  int merges_odd = 0;  // batch-invariant: the range's merges, by which two
   ChunkPlace place;
   float acc[Shape::kRowBlocks][D / 16][4];
   float row_max[Shape::kRowBlocks][2];
   float row_sum[Shape::kRowBlocks][2];
 };
 
-template <class T, class E, int kHeadDim, int kRows, bool kWholePages>
-__global__ void __launch_bounds__(DecodeShape<kHeadDim, kRows, sizeof(E)>::kThreads,
-                                  DecodeShape<kHeadDim, kRows, sizeof(E)>::kBlocksPerSm)
+template <class T, class E, int kHeadDim, int kRows, bool kWholePages, bool kInvariant>
+__global__ void __launch_bounds__(
+    DecodeShape<kHeadDim, kRows, sizeof(E), kInvariant>::kThreads,
+    DecodeShape<kHeadDim, kRows, sizeof(E), kInvariant>::kBlocksPerSm)
     decode_kernel(const __grid_constant__ DecodeLaunch launch) {
+  using Shape = DecodeShape<kHeadDim, kRows, sizeof(E), kInvariant>;
   extern __shared__ __align__(1024) char shared[];
-  DecodeBlock<T, E, kHeadDim, kRows, kWholePages> work(launch, shared);
+  DecodeBlock<T, E, Shape, kWholePages> work(launch, shared);
   work.run();
 }
 

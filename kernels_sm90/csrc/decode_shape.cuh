@@ -31,9 +31,11 @@ struct Rows {
   }
 };
 
-// D: head_dim. N: packed query rows, a multiple of 8. kElementBytes: of K and V.
-template <int kHeadDim, int kRows, int kElementBytes>
+// D: head_dim. N: packed query rows, a multiple of 8. kElementBytes: of K and V. kBatchInvariant:
+// the bits of a request depend on no other request.
+template <int kHeadDim, int kRows, int kElementBytes, bool kBatchInvariant>
 struct DecodeShape {
+  static constexpr bool kInvariant = kBatchInvariant;
   static constexpr int D = kHeadDim;
   static constexpr int N = kRows;
   static constexpr int kRowBlocks = N / 8;
@@ -61,7 +63,7 @@ struct DecodeShape {
   static constexpr int kMergeRows = 4 * 8 * kMergeStride <= kChunkBytes ? 8 : 4;
   static_assert(4 * kMergeRows * kMergeStride <= kChunkBytes, "a state takes a chunk's place");
   static constexpr int kSumBytes = 8 * kMergeRows * kWarps;
-  static constexpr int kControlBytes = 96;
+  static constexpr int kControlBytes = kInvariant ? 192 : 96;
   static constexpr int kSearchBytes = 4 * (kThreads + kWarps + 4);
   static constexpr int kFixedBytes = 2 * kQueryBytes + kSumBytes + kControlBytes + kSearchBytes;
   // The ring has an odd number of slots: K and V of kAhead tiles, and K of one more.

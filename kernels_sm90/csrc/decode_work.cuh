@@ -5,6 +5,8 @@
 
 #include <stddef.h>
 
+#include <type_traits>
+
 #include "decode_cursor.cuh"
 #include "decode_exchange.cuh"
 #include "decode_ops.cuh"
@@ -33,7 +35,18 @@ struct Shared {
   int log2_size;  // of the slices of its answer
 };
 
+// A batch-invariant request of the block's range: `parts` blocks have nodes of it, of which the
+// block is the `slice`-th.
+struct SharedNodes {
+  int request;
+  int parts;
+  int log2_size;  // of the slices of its answer
+  int slice;
+  NodeCuts cuts;
+};
+
 // What the threads of a block hold together in shared memory, so that none has it in a register.
+template <class Sharing>
 struct Control {
   // Where the block stands.
   int lead;  // of the KV heads times groups of rows
@@ -43,8 +56,8 @@ struct Control {
   Range range;  // `before`: the tiles ahead of that request
   int first_request;
   int request_tiles;
-  Shared current;
-  Shared owed;      // a request that ends inside the range and that others began: merged later
+  Sharing current;
+  Sharing owed;     // a request that ends inside the range and that others began: merged later
   uint64_t merged;  // barrier: the warps' states have been merged
 };
 
@@ -56,6 +69,8 @@ class DecodeWork {
   static constexpr int kVectorsPerRow = D / 4;
   static constexpr int kAhead = Shape::kAhead;
   using ChunkPlace = Place<kSubs>;
+  using Sharing = std::conditional_t<Shape::kInvariant, SharedNodes, Shared>;
+  using Control = stream_attention::Control<Sharing>;
 
   __device__ __forceinline__ DecodeWork(const DecodeLaunch& launched, char* shared)
       : launch(launched),
@@ -311,7 +326,12 @@ class DecodeWork {
     const bool empty = state.sum == 0.f;
     if (p.attn_sink != nullptr && !empty) {
       const float sink = p.attn_sink[q_head] * kLog2E;
-      add(state, State{make_float4(0.f, 0.f, 0.f, 0.f), sink, 1.f});
+      const State of_sink{make_float4(0.f, 0.f, 0.f, 0.f), sink, 1.f};
+      if constexpr (Shape::kInvariant) {
+        state = add_rounded(state, of_sink);
+      } else {
+        add(state, of_sink);
+      }
     }
     float inverse = empty ? 0.f : __fdividef(1.f, state.sum);
     if (p.value_scale != nullptr) inverse *= p.value_scale[head * p.value_scale_stride];
@@ -323,7 +343,7 @@ class DecodeWork {
     *reinterpret_cast<uint2*>(target) = words;
     if (p.lse != nullptr && column == 0) {
       p.lse[place * p.lse_token_stride + q_head * p.lse_head_stride] =
-          empty ? -INFINITY : (state.top + log2f(state.sum)) * kLn2;
+          empty ? -INFINITY : __fmul_rn(__fadd_rn(state.top, log2f(state.sum)), kLn2);
     }
   }
 
