@@ -226,8 +226,9 @@ class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
     }
     __syncwarp();  // all lanes have read K
     if (held) {
-      const int merges = kInvariant ? merges_odd : at.request - control.first_request;
-      wait_for_phase(this->merged(), (merges - 1) % 2);
+      const int before_last =
+          kInvariant ? merges_odd ^ 1 : at.request - 1 - control.first_request;
+      wait_for_phase(this->merged(), before_last % 2);
       this->template copy<kKey>(slot > 0 ? slot - 1 : Shape::kSlots - 1, place);
     }
     this->template copy<kValue>(slot, place);

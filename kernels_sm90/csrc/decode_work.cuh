@@ -316,6 +316,12 @@ class DecodeWork {
     }
   }
 
+  static __device__ __forceinline__ float log_of(const State& state) {
+    const float power = log2f(state.sum);
+    if constexpr (Shape::kInvariant) return __fmul_rn(__fadd_rn(state.top, power), kLn2);
+    return (state.top + power) * kLn2;
+  }
+
   // Four elements of one row's answer; the thread of column 0 writes the lse.
   __device__ __forceinline__ void write(int request, int vector, State state) const {
     const int row = control.row_start + vector / kVectorsPerRow;
@@ -343,7 +349,7 @@ class DecodeWork {
     *reinterpret_cast<uint2*>(target) = words;
     if (p.lse != nullptr && column == 0) {
       p.lse[place * p.lse_token_stride + q_head * p.lse_head_stride] =
-          empty ? -INFINITY : __fmul_rn(__fadd_rn(state.top, log2f(state.sum)), kLn2);
+          empty ? -INFINITY : log_of(state);
     }
   }
 
