@@ -33,6 +33,13 @@ __host__ __device__ inline int levels_of(int count) {
   return levels;
 }
 
+// Where a warp is, in shared memory for want of registers.
+struct Turn {
+  Seen seen;
+  int last;    // `in_request` of the last tile of the span at hand
+  int merges;  // ends of spans behind it
+};
+
 template <class T, class E, class Shape, bool kWholePages>
 class DecodeSpans : protected DecodeQuery<T, E, Shape, kWholePages> {
  protected:

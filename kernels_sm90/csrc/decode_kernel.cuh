@@ -39,6 +39,7 @@ class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
 
   __device__ __forceinline__ void run() {
     Cursor at{}, ahead{};  // a search that finds no tile sets no more than that
+    if (kInvariant && lane == 0) turn().merges = 0;
     begin(at, ahead);
     if (at.in_block == 0) return;
     // The place of the next V is known when the loop begins, that of the K after it on its way.
@@ -105,7 +106,21 @@ class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
 
   // Whether the states of all warps are merged behind this tile, whatever the block's range.
   __device__ __forceinline__ bool ends_span(const Cursor& at) const {
-    return at.in_request == (kInvariant ? span_end : 1);
+    return at.in_request == (kInvariant ? turn().last : 1);
+  }
+
+  // Batch-invariant: where the warp is among spans.
+  __device__ __forceinline__ Turn& turn() const {
+    static_assert(!kInvariant || Shape::kTurnBytes == Shape::kWarps * sizeof(Turn));
+    return reinterpret_cast<Turn*>(memory + Shape::kTurnsAt)[warp];
+  }
+
+  __device__ __forceinline__ Seen& seen() {
+    if constexpr (kInvariant) return turn().seen;
+    return own_seen;
+  }
+  __device__ __forceinline__ const Seen& seen() const {
+    return const_cast<DecodeBlock*>(this)->seen();
   }
 
   // Notes how the request at hand is shared, for the threads to read behind the next barrier.
@@ -186,11 +201,12 @@ class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
   // The state of the request at hand, or of a span of it: nothing seen.
   __device__ __forceinline__ void start_state(const Cursor& at) {
     const int oldest = at.kv_len - p.qo_len;  // position of the request's first query
-    seen_to = p.causal ? min(oldest + 1, at.kv_len) : at.kv_len;
-    seen_from = p.window_left < 0 ? 0 : max(0, at.kv_len - 1 - p.window_left);
-    if (launch.cap > 0.f) seen_to = 0;
+    seen().to = p.causal ? min(oldest + 1, at.kv_len) : at.kv_len;
+    seen().from = p.window_left < 0 ? 0 : max(0, at.kv_len - 1 - p.window_left);
+    if (launch.cap > 0.f) seen().to = 0;
     if constexpr (kInvariant) {
-      span_end = max(at.in_request - span_tiles(tiles_of<Shape>(p, at.kv_len).count), 0) + 1;
+      const int tiles = span_tiles(tiles_of<Shape>(p, at.kv_len).count);
+      turn().last = max(at.in_request - tiles, 0) + 1;
     }
 #pragma unroll
     for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
@@ -227,7 +243,7 @@ class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
     __syncwarp();  // all lanes have read K
     if (held) {
       const int before_last =
-          kInvariant ? merges_odd ^ 1 : at.request - 1 - control.first_request;
+          kInvariant ? turn().merges - 1 : at.request - 1 - control.first_request;
       wait_for_phase(this->merged(), before_last % 2);
       this->template copy<kKey>(slot > 0 ? slot - 1 : Shape::kSlots - 1, place);
     }
@@ -387,7 +403,8 @@ class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
 
   __device__ __forceinline__ void scale_and_mask(const Cursor& at, int begin,
                                                  float (&s)[kSubs][Shape::kRowBlocks][4]) const {
-    const bool plain = begin >= seen_from && begin + Shape::kChunk <= seen_to;
+    const Seen all = seen();
+    const bool plain = begin >= all.from && begin + Shape::kChunk <= all.to;
 #pragma unroll
     for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
 #pragma unroll
@@ -515,18 +532,18 @@ class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
                 });
     if (more) {
       __syncwarp();
-      if (lane == 0) arrive(this->merged());
+      if (lane == 0) {
+        if constexpr (kInvariant) ++turn().merges;
+        arrive(this->merged());
+      }
       // Visible since the barriers of the merge.
       this->take_query(kInvariant && at.in_request > 1 ? at.request : at.request + 1);
-      merges_odd ^= 1;
     }
   }
 
   Range range;      // as it was found
   char* memory;     // shared
-  int seen_from, seen_to;  // tokens of the request that all rows see, where scores have no cap
-  int span_end;  // batch-invariant: in_request of the span's last tile
-  int merges_odd = 0;  // batch-invariant: the range's merges, by which two
+  Seen own_seen;    // unless it lies in shared memory
   ChunkPlace place;
   float acc[Shape::kRowBlocks][D / 16][4];
   float row_max[Shape::kRowBlocks][2];

@@ -63,9 +63,11 @@ struct DecodeShape {
   static constexpr int kMergeRows = 4 * 8 * kMergeStride <= kChunkBytes ? 8 : 4;
   static_assert(4 * kMergeRows * kMergeStride <= kChunkBytes, "a state takes a chunk's place");
   static constexpr int kSumBytes = 8 * kMergeRows * kWarps;
-  static constexpr int kControlBytes = kInvariant ? 192 : 96;
+  static constexpr int kControlBytes = kInvariant ? 160 : 96;
+  static constexpr int kTurnBytes = kInvariant ? 16 * kWarps : 0;
   static constexpr int kSearchBytes = 4 * (kThreads + kWarps + 4);
-  static constexpr int kFixedBytes = 2 * kQueryBytes + kSumBytes + kControlBytes + kSearchBytes;
+  static constexpr int kFixedBytes =
+      2 * kQueryBytes + kSumBytes + kControlBytes + kTurnBytes + kSearchBytes;
   // The ring has an odd number of slots: K and V of kAhead tiles, and K of one more.
   static constexpr int kFitting = (kMostBytes - kFixedBytes) / kSlotBytes;
   static constexpr int kAhead = kFitting < 5 ? 1 : kFitting < 7 ? 2 : 3;
@@ -75,7 +77,8 @@ struct DecodeShape {
   static constexpr int kQueryAt = kSlots * kSlotBytes;
   static constexpr int kSumsAt = kQueryAt + 2 * kQueryBytes;
   static constexpr int kControlAt = kSumsAt + kSumBytes;
-  static constexpr int kSearchAt = kControlAt + kControlBytes;
+  static constexpr int kTurnsAt = kControlAt + kControlBytes;
+  static constexpr int kSearchAt = kTurnsAt + kTurnBytes;
   static constexpr int kSharedBytes = kSearchAt + kSearchBytes;
 };
 

@@ -27,6 +27,11 @@ struct Place {
 
 enum Tokens { kKey, kValue };
 
+// Tokens of the request at hand that all rows see, where scores have no cap.
+struct Seen {
+  int from, to;
+};
+
 // A request of the block's range that other blocks share.
 struct Shared {
   int request;
@@ -95,10 +100,12 @@ class DecodeWork {
     __syncthreads();
     const uint32_t own_ring = ring + warp * Shape::kChunkBytes;
     own_tokens = warp * Shape::kChunk;
-    write_at = computed_once(own_ring + Shape::Tokens::offset(row_of(0), piece_of(0)));
+    write_at = own_ring + Shape::Tokens::offset(row_of(0), piece_of(0));
+    // Where K and V are widened, registers are too few.
+    if constexpr (sizeof(E) > 1 || !Shape::kInvariant) write_at = computed_once(write_at);
     read_key_at = own_ring + Shape::Tokens::offset(lane % 16, lane / 16);
     read_value_at = own_ring + Shape::Tokens::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    if constexpr (sizeof(E) > 1) {  // where K and V are widened, registers are too few
+    if constexpr (sizeof(E) > 1) {
       read_key_at = computed_once(read_key_at);
       read_value_at = computed_once(read_value_at);
     }

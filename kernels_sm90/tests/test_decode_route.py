@@ -52,6 +52,7 @@ def problem(**changes):
         {"page_size": 3, "layout": "HND", "per_head_lists": True},
         {"window_left": 0, "logits_soft_cap": 3.0, "has_sink": True, "return_lse": True},
         {"causal": False},
+        {"batch_invariant": True, "total_qo_len": 20, "max_qo_len": 5},
         *({"head_dim_qk": dim, "head_dim_vo": dim} for dim in decode.HEAD_DIMS),
         {"kv_dtype": "float8_e4m3fn", "kv_scales": "tensor"},
         {"kv_dtype": "float8_e4m3fn", "kv_scales": "head", "head_dim_qk": 80, "head_dim_vo": 80},
@@ -73,7 +74,6 @@ FP32 = {"q_dtype": "float32", "kv_dtype": "float32", "out_dtype": "float32"}
         ({"head_dim_vo": 64}, "head_dim (qk, vo)=(128, 64)"),
         ({"total_qo_len": 5, "max_qo_len": 2}, "qo_indptr: every request must have the same"),
         ({"total_qo_len": 68, "max_qo_len": 17}, "max_qo_len=17: queries times group size 4"),
-        ({"batch_invariant": True}, "batch_invariant=True"),
         ({"causal": False, "window_right": 3}, "window_right=3"),
         ({"kv_capacity": (1 << 31) - 1}, "kv_capacity=2147483647: must be at most 2147479551"),
         (

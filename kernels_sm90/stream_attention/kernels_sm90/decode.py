@@ -1,7 +1,8 @@
 """The route `sm90_decode`: exact decode and verify by `csrc/decode.cu`, one launch a call.
 
 No plan step: every block cuts the work from the lengths itself, so one captured graph serves every
-length mix up to the capacity. `csrc/decode_kernel.cuh` has the algorithm.
+length mix up to the capacity. `csrc/decode_kernel.cuh` has the algorithm. With `batch_invariant`
+sums are made in the order of a tree that each request has for itself (`csrc/decode_invariant.cuh`).
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ def functions(library: NativeLibrary = LIBRARY) -> Any:
         ("part_begin", (int32, int32, int32), int32),
         ("divide", (int32, int32), int32),
         ("slice_log2", (int32, int32), int32),
+        ("nodes", (*[int32] * 4, ctypes.c_void_p), None),
+        ("node_begin", (int32,) * 5, int32),
+        ("node", (*[int32] * 5, *[ctypes.c_void_p] * 3), None),
     ):
         function = getattr(handle, f"stream_attention_decode_{name}")
         function.argtypes, function.restype = arguments, result
@@ -97,6 +101,7 @@ def shape_params(problem: AttentionProblem) -> DecodeParams:
     params.window_left = -1 if window is None else min(window, (1 << 31) - 1)
     params.sm_scale = problem.sm_scale
     params.soft_cap = problem.logits_soft_cap or 0.0
+    params.batch_invariant = int(problem.batch_invariant)
     return params
 
 
@@ -242,10 +247,6 @@ def _library_reason(problem: AttentionProblem, device: DeviceFacts) -> str | Non
 def _serving_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
     if problem.differentiable or problem.mask is not None:
         return "differentiable or mask: serves neither; use stream_attention.train or prefill"
-    if problem.batch_invariant:
-        return (
-            "batch_invariant=True: cuts follow the lengths of the batch; use batch_invariant=False"
-        )
     return None
 
 
