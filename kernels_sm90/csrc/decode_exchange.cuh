@@ -53,11 +53,13 @@ __device__ __forceinline__ void add(State& state, const State& other) {
   state.top = top;
 }
 
-// The same, in products and sums that the compiler may not join: of equal bits wherever it is used,
-// and whichever of the two comes first.
+// The same, in operations that the compiler may not join with one another or with others: of equal
+// bits wherever it is used, and whichever of the two comes first.
 __device__ __forceinline__ State add_rounded(const State& left, const State& right) {
   const float top = fmaxf(left.top, right.top);
-  const float mine = weight_in(left.top, top), theirs = weight_in(right.top, top);
+  const float base = top == -INFINITY ? 0.f : top;
+  const float mine = exp2_fast(__fsub_rn(left.top, base));
+  const float theirs = exp2_fast(__fsub_rn(right.top, base));
   const auto both = [&](float x, float y) {
     return __fadd_rn(__fmul_rn(x, mine), __fmul_rn(y, theirs));
   };

@@ -323,6 +323,7 @@ class DecodeWork {
     }
   }
 
+  // Natural logarithm of the sum of weights.
   static __device__ __forceinline__ float log_of(const State& state) {
     const float power = log2f(state.sum);
     if constexpr (Shape::kInvariant) return __fmul_rn(__fadd_rn(state.top, power), kLn2);
@@ -338,12 +339,11 @@ class DecodeWork {
     const int64_t place = static_cast<int64_t>(request) * p.qo_len + token;
     const bool empty = state.sum == 0.f;
     if (p.attn_sink != nullptr && !empty) {
-      const float sink = p.attn_sink[q_head] * kLog2E;
-      const State of_sink{make_float4(0.f, 0.f, 0.f, 0.f), sink, 1.f};
+      const float4 nothing = make_float4(0.f, 0.f, 0.f, 0.f);
       if constexpr (Shape::kInvariant) {
-        state = add_rounded(state, of_sink);
+        state = add_rounded(state, State{nothing, __fmul_rn(p.attn_sink[q_head], kLog2E), 1.f});
       } else {
-        add(state, of_sink);
+        add(state, State{nothing, p.attn_sink[q_head] * kLog2E, 1.f});
       }
     }
     float inverse = empty ? 0.f : __fdividef(1.f, state.sum);
