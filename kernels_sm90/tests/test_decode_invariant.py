@@ -243,7 +243,9 @@ def test_ranges_grow_by_less_than_a_node(library):
         assert max(b - a for a, b in itertools.pairwise(edges)) < share + largest
 
 
-@pytest.mark.parametrize("counts", [(HUGE,), (1 << 30, (1 << 30) - 1), (1, HUGE - 1), (HUGE - 9, 9)])
+@pytest.mark.parametrize(
+    "counts", [(HUGE,), (1 << 30, (1 << 30) - 1), (1, HUGE - 1), (HUGE - 9, 9)]
+)
 def test_nodes_of_huge_requests_do_not_overflow(library, counts):
     for blocks in (1, 5, 127, 128):
         parted = Parted(library, list(counts), blocks)

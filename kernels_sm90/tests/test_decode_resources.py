@@ -127,9 +127,7 @@ def test_workspace_of_a_plan_stays_small_on_any_device_and_batch(num_sms, batch,
     """Scratch is the blocks' business: neither lengths nor batch may blow it up."""
     require(LIBRARY)
     for dim, group in itertools.product(decode.HEAD_DIMS, (8, 64)):
-        small = problem(
-            dim, group, 1, batch=batch, total_qo_len=batch, batch_invariant=invariant
-        )
+        small = problem(dim, group, 1, batch=batch, total_qo_len=batch, batch_invariant=invariant)
         large = dataclasses.replace(small, kv_capacity=1 << 17)
         forms = [decode.geometry(each, num_sms) for each in (small, large)]
         assert forms[0].scratch_floats <= forms[1].scratch_floats <= 16 << 20
