@@ -17,7 +17,8 @@ template <class T, class E, class OfShape, bool kWholePages>
 struct Instance {
   using Shape = OfShape;
   static constexpr int kElementBytes = sizeof(E);
-  static constexpr auto kKernel = decode_kernel<T, E, Shape::D, Shape::N, kWholePages, Shape::kInvariant>;
+  static constexpr auto kKernel =
+      decode_kernel<T, E, Shape::D, Shape::N, kWholePages, Shape::kInvariant>;
 };
 
 int rows_of(const StreamAttentionDecodeParams& p) { return p.qo_len * p.group; }
@@ -62,7 +63,8 @@ template <class T, int kHeadDim, bool kInvariant, class Use>
 int with_kv_dtype(const StreamAttentionDecodeParams& p, Use&& use) {
   switch (p.kv_dtype) {
     case STREAM_ATTENTION_KV_LIKE_Q: return with_rows<T, T, kHeadDim, kInvariant>(p, use);
-    case STREAM_ATTENTION_KV_FLOAT8_E4M3: return with_rows<T, uint8_t, kHeadDim, kInvariant>(p, use);
+    case STREAM_ATTENTION_KV_FLOAT8_E4M3:
+      return with_rows<T, uint8_t, kHeadDim, kInvariant>(p, use);
     default: return STREAM_ATTENTION_DECODE_BAD_DTYPE;
   }
 }

@@ -27,9 +27,7 @@ __host__ __device__ constexpr int64_t fold_floats(int grid, int vectors, int lev
 // Levels of the tree of a request of up to `count` tiles, above its leaves.
 __host__ __device__ inline int levels_of(int count) {
   int levels = 0;
-  for (int spans = kMostSpans; spans > 1 && (spans / 2) * kFewestSpanTiles < count; spans /= 2) {
-    ++levels;
-  }
+  while (levels < kMostLevels && kFewestSpanTiles << levels < count) ++levels;
   return levels;
 }
 

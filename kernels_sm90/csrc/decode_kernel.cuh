@@ -71,7 +71,9 @@ class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
         if (at.in_block == 1) break;
         next_tile(at);
         start_state(at);
-        if ((!kInvariant || begins_request(at)) && at.in_block > at.in_request) this->copy_query(at.request + 1);
+        if ((!kInvariant || begins_request(at)) && at.in_block > at.in_request) {
+          this->copy_query(at.request + 1);
+        }
       } else {
         this->template copy<kKey>(value_slot, next);
         next_tile(at);
