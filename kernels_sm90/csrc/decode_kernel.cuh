@@ -6,7 +6,7 @@
 //   S^T = K Q^T (tokens on M, rows on N), P by movmatrix, O^T += V^T P.
 // The ring runs on across requests. At a request's end the warps' states are merged in shared
 // memory; states of requests that other blocks share are handed out, and merged when the block's
-// range has been read.
+// range has been read. Batch-invariant requests have such an end every span of tiles.
 #ifndef STREAM_ATTENTION_DECODE_KERNEL_CUH_
 #define STREAM_ATTENTION_DECODE_KERNEL_CUH_
 
