@@ -86,9 +86,12 @@ def _or_portable():
     """The route where it is legal, the portable one elsewhere, as the engine would choose."""
 
     def build_launch(problem, tile_plan, device, bound):
-        if RECORD.reasons(problem, device) or bound.kv.key.numel() == 0:
-            return triton_route.TritonLaunch(problem, device, bound)
-        return decode.build(problem, tile_plan, device, bound)
+        if not RECORD.reasons(problem, device):
+            try:
+                return decode.build(problem, tile_plan, device, bound)
+            except UnsupportedProblem:
+                pass
+        return triton_route.TritonLaunch(problem, device, bound)
 
     return dataclasses.replace(RECORD, rules=(), build=build_launch)
 

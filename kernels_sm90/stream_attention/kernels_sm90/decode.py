@@ -334,13 +334,15 @@ RULES = (
 def estimate_us(problem: AttentionProblem, device: DeviceFacts) -> float:
     """Launch, tail and merge, and the K/V bytes at what the kernel reaches on an H200.
 
-    Rows beyond those that a block takes read K and V again, from L2.
+    Rows beyond those that a block takes read K and V again, from L2. Not counted with
+    `batch_invariant`: whoever else is in the batch, the choice between routes must be the same.
     """
     kv_bytes = problem.batch * problem.kv_capacity * problem.kv_token_bytes
     dim, rows = problem.head_dim_qk, problem.max_qo_len * problem.gqa_group_size
     widened = problem.kv_dtype == KV_DTYPES[-1]
     together = 8 if dim > 192 else 16 if widened or dim > 128 else 32
-    return 6.0 + -(-rows // together) * kv_bytes / 4.4e6
+    groups = 1 if problem.batch_invariant else -(-rows // together)
+    return 6.0 + groups * kv_bytes / 4.4e6
 
 
 def build(
@@ -349,9 +351,15 @@ def build(
     device: DeviceFacts,
     bound: BoundTensors,
 ) -> DecodeLaunch:
-    """A launch; `UnsupportedProblem` for a pool without pages, an output not aligned to 8, or
-    strides past what the kernel counts: 64 GiB in K and V, 2^32 elements in the page table.
+    """A launch; `UnsupportedProblem` for a pool without pages, an output not aligned to 8, strides
+    past what the kernel counts (64 GiB in K and V, 2^32 elements in the page table), or packed
+    queries that are batch-invariant: the same request beside one of more queries is not served.
     """
+    if problem.batch_invariant and bound.qo_indptr is not None:
+        raise UnsupportedProblem(
+            "qo_indptr with batch_invariant=True: among requests of other numbers of queries the "
+            "bits would be another route's; use q of [batch, queries, num_qo_heads, head_dim]"
+        )
     if bound.kv.key.numel() == 0:
         raise UnsupportedProblem(f"key.shape={tuple(bound.kv.key.shape)}: the pool holds no page")
     if bound.out.data_ptr() % 8:
