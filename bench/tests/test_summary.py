@@ -54,7 +54,7 @@ def test_a_mean_without_a_peer_claims_no_speed_up():
         ("decode_pages", [4] * 4 + [None] + [4] * 5 + [None, 10, 10]),
         ("decode_fp8", [None, 0, None, 2]),
         ("decode_capacity", [None, 0]),
-        ("decode_invariant", [None, 0, None, 2, None, 4]),
+        ("decode_invariant", [None, 0, None, 2, None, 4, None, 6, None, 8]),
         ("decode_dims", [None] * 8),
         ("performance_decode", [None] * 25),
     ],

@@ -21,9 +21,12 @@ int check(const StreamAttentionDecodeParams& p, int num_sms) {
 }
 
 int dispatch(const DecodeCall& call) {
+  const bool invariant = call.params->batch_invariant != 0;
   switch (call.params->dtype) {
-    case STREAM_ATTENTION_FLOAT16: return decode_float16(call);
-    case STREAM_ATTENTION_BFLOAT16: return decode_bfloat16(call);
+    case STREAM_ATTENTION_FLOAT16:
+      return invariant ? decode_float16_invariant(call) : decode_float16(call);
+    case STREAM_ATTENTION_BFLOAT16:
+      return invariant ? decode_bfloat16_invariant(call) : decode_bfloat16(call);
     default: return STREAM_ATTENTION_DECODE_BAD_DTYPE;
   }
 }
@@ -131,6 +134,26 @@ int32_t stream_attention_decode_part_begin(int32_t count, int32_t parts, int32_t
 
 int32_t stream_attention_decode_divide(int32_t n, int32_t divisor) {
   return Divider::of(divisor)(n);
+}
+
+void stream_attention_decode_nodes(int32_t total_tiles, int32_t blocks, int32_t before,
+                                   int32_t count, StreamAttentionDecodeNodes* nodes) {
+  const NodeCuts made(EqualCuts(total_tiles, Divider::of(blocks)), before, count);
+  *nodes = {made.nodes.span, made.nodes.level, made.nodes.tiles, made.nodes.count, made.sharers()};
+}
+
+int32_t stream_attention_decode_node_begin(int32_t total_tiles, int32_t blocks, int32_t before,
+                                           int32_t count, int32_t block) {
+  return NodeCuts(EqualCuts(total_tiles, Divider::of(blocks)), before, count).begin(block);
+}
+
+void stream_attention_decode_node(int32_t total_tiles, int32_t blocks, int32_t before,
+                                  int32_t count, int32_t node, int32_t* owner, int32_t* sharer,
+                                  int32_t* place) {
+  const NodeCuts made(EqualCuts(total_tiles, Divider::of(blocks)), before, count);
+  *owner = made.owner(node);
+  *sharer = made.sharer(node);
+  *place = made.place(node, *owner);
 }
 
 int32_t stream_attention_decode_slice_log2(int32_t vectors, int32_t parts) {

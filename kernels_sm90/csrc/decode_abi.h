@@ -39,7 +39,7 @@ struct StreamAttentionDecodeParams {
   const float* value_scale;
   void* out;                   // [batch * qo_len, num_qo_heads, head_dim], dtype of q
   float* lse;                  // natural log; null: not wanted
-  float* scratch;              // scratch_floats, all bits set before the first run and after each
+  float* scratch;              // scratch_floats, all bits set before the first run
   int64_t q_token_stride, q_head_stride;
   int64_t k_page_stride, k_token_stride, k_head_stride;
   int64_t v_page_stride, v_token_stride, v_head_stride;
@@ -54,6 +54,7 @@ struct StreamAttentionDecodeParams {
   int32_t causal, window_left;                   // window_left < 0: none
   float sm_scale, soft_cap;                      // soft_cap <= 0: none
   int32_t num_pages;                             // of key and value
+  int32_t batch_invariant;  // not 0: the bits of a request depend on no other request
 };
 
 // How a problem is launched; depends on shapes and the device, never on lengths.
@@ -110,6 +111,27 @@ STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_blocks_for(int32_t count
 STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_part_begin(int32_t count, int32_t parts,
                                                                    int32_t part);
 STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_divide(int32_t n, int32_t divisor);
+// Batch-invariant: how a request of `count` tiles behind `before` others is parted into nodes.
+struct StreamAttentionDecodeNodes {
+  int32_t span;     // tiles of a span
+  int32_t level;    // of the nodes in the request's tree
+  int32_t tiles;    // of a node
+  int32_t count;    // nodes
+  int32_t sharers;  // blocks that have nodes
+};
+STREAM_ATTENTION_EXPORT void stream_attention_decode_nodes(
+    int32_t total_tiles, int32_t blocks, int32_t before, int32_t count,
+    struct StreamAttentionDecodeNodes* nodes);
+// Where the cut in front of a block, which lies in the request, is moved to.
+STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_node_begin(int32_t total_tiles,
+                                                                   int32_t blocks, int32_t before,
+                                                                   int32_t count, int32_t block);
+// Of a node: its block, that block's number among those that share the request, and the place that
+// the block puts it in.
+STREAM_ATTENTION_EXPORT void stream_attention_decode_node(int32_t total_tiles, int32_t blocks,
+                                                          int32_t before, int32_t count,
+                                                          int32_t node, int32_t* owner,
+                                                          int32_t* sharer, int32_t* place);
 STREAM_ATTENTION_EXPORT int32_t stream_attention_decode_slice_log2(int32_t vectors, int32_t parts);
 
 #ifdef __cplusplus

@@ -118,6 +118,14 @@ __device__ __forceinline__ int inclusive_sum(int value) {
   return value;
 }
 
+// A block's range without regard to requests, or, where they are batch-invariant, not yet.
+struct Edges {
+  int begin, end;
+
+  __device__ __forceinline__ Edges(const EqualCuts& cuts, int block)
+      : begin(cuts.begin(block)), end(cuts.begin(block + 1)) {}
+};
+
 // One request.
 template <class Shape>
 __device__ __forceinline__ void locate_single(const DecodeLaunch& launch, int kv_len, int block,
@@ -128,10 +136,15 @@ __device__ __forceinline__ void locate_single(const DecodeLaunch& launch, int kv
   const RequestTiles tiles = tiles_of<Shape>(launch.p, kv_len);
   range = Range{0, tiles.count, 0, 0};
   const EqualCuts cuts(range.total, launch.blocks);
-  const int begin = cuts.begin(block);
-  at.in_block = cuts.begin(block + 1) - begin;
-  at.tile = tiles.first + begin;
-  at.in_request = tiles.count - begin;
+  Edges edges(cuts, block);
+  if constexpr (Shape::kInvariant) {
+    const NodeCuts node_cuts(cuts, 0, tiles.count);
+    edges.begin = node_cuts.begin(block);
+    edges.end = node_cuts.begin(block + 1);
+  }
+  at.in_block = edges.end - edges.begin;
+  at.tile = tiles.first + edges.begin;
+  at.in_request = tiles.count - edges.begin;
 }
 
 // Whether each of up to 32 requests can have blocks of its own at nearly the equal share of tiles.
@@ -151,6 +164,17 @@ __device__ __forceinline__ bool have_own_blocks(const DecodeLaunch& launch, int 
   return false;
 }
 
+// The equal cut in front of `block`, moved to a node of the request that it lies in: the lanes have
+// a request each, with `count` tiles, the last of which is the `through`-th of all.
+__device__ __forceinline__ int node_edge_in_warp(const EqualCuts& cuts, int through, int count,
+                                                 int block) {
+  const int total = __shfl_sync(0xffffffffu, through, 31), cut = cuts.begin(block);
+  const int request = __popc(__ballot_sync(0xffffffffu, through <= cut)) % 32;
+  const int before = __shfl_sync(0xffffffffu, through - count, request);
+  const int of_request = __shfl_sync(0xffffffffu, count, request);
+  return cut < total ? NodeCuts(cuts, before, of_request).begin(block) : total;
+}
+
 // Up to 32 requests: every warp finds the range for itself. `kv_len`: of the lane's request.
 template <class Shape>
 __device__ __forceinline__ void locate_in_warp(const DecodeLaunch& launch, int kv_len, int block,
@@ -164,7 +188,7 @@ __device__ __forceinline__ void locate_in_warp(const DecodeLaunch& launch, int k
   range.parts = 0;
   const EqualCuts cuts(range.total, launch.blocks);
   int own, used_through;
-  if (have_own_blocks(launch, count, cuts, own, used_through)) {
+  if (!Shape::kInvariant && have_own_blocks(launch, count, cuts, own, used_through)) {
     const int mine = __popc(__ballot_sync(0xffffffffu, used_through <= block));
     at.request = min(mine, p.batch - 1);
     range.parts = __shfl_sync(0xffffffffu, own, at.request);
@@ -181,8 +205,13 @@ __device__ __forceinline__ void locate_in_warp(const DecodeLaunch& launch, int k
     at.in_request = here.count - begin;
     return;
   }
-  const int begin = cuts.begin(block);
-  at.in_block = cuts.begin(block + 1) - begin;
+  Edges edges(cuts, block);
+  if constexpr (Shape::kInvariant) {
+    edges.begin = node_edge_in_warp(cuts, through, count, block);
+    edges.end = node_edge_in_warp(cuts, through, count, block + 1);
+  }
+  const int begin = edges.begin;
+  at.in_block = edges.end - begin;
   // A block without tiles begins at `total`, past every request.
   at.request = min(__popc(__ballot_sync(0xffffffffu, through <= begin)), p.batch - 1);
   range.before = __shfl_sync(0xffffffffu, through - count, at.request);
@@ -201,6 +230,7 @@ struct Search {
   int sums[Shape::kWarps];
   int request, before;
   int lens[Shape::kThreads];
+  int edges[2];  // batch-invariant: where the block's range begins and ends
 };
 
 // Tiles up to and with the thread's request, of a block's worth of requests; `all`: of all of them.
@@ -222,6 +252,26 @@ __device__ __forceinline__ int scan_block(Search<Shape>& search, int count, int&
 // Whether a request with `count` tiles, the last of which is the `through`-th, holds tile `begin`.
 __device__ __forceinline__ bool holds(int through, int count, int begin) {
   return through - count <= begin && begin < through;
+}
+
+// Moves the block's edges to nodes: threads that have the requests which the equal cuts lie in say
+// where to. `each_request` calls its argument with the last tile and the count of each.
+template <class Shape, class Requests>
+__device__ __forceinline__ void move_edges(const EqualCuts& cuts, int total, int block,
+                                           Search<Shape>& search, Edges& edges,
+                                           Requests&& each_request) {
+  each_request([&](int through, int count) {
+    const int before = through - count;
+    if (holds(through, count, edges.begin)) {
+      search.edges[0] = NodeCuts(cuts, before, count).begin(block);
+    }
+    if (holds(through, count, edges.end)) {
+      search.edges[1] = NodeCuts(cuts, before, count).begin(block + 1);
+    }
+  });
+  __syncthreads();
+  if (edges.begin < total) edges.begin = search.edges[0];
+  if (edges.end < total) edges.end = search.edges[1];
 }
 
 template <class Shape>
@@ -249,8 +299,13 @@ __device__ __forceinline__ void locate_in_block(const DecodeLaunch& launch, int 
   range.parts = 0;
   const int through = scan_block(search, count, range.total);
   const EqualCuts cuts(range.total, launch.blocks);
-  const int begin = cuts.begin(block);
-  at.in_block = cuts.begin(block + 1) - begin;
+  Edges edges(cuts, block);
+  if constexpr (Shape::kInvariant) {
+    move_edges(cuts, range.total, block, search, edges,
+               [&](auto&& use) { use(through, count); });
+  }
+  const int begin = edges.begin;
+  at.in_block = edges.end - begin;
   if (holds(through, count, begin)) {
     search.request = request;
     search.before = through - count;
@@ -277,8 +332,20 @@ __device__ void locate_in_turns(const DecodeLaunch& launch, const Lens& lens, in
     range.total += all;
   }
   const EqualCuts cuts(range.total, launch.blocks);
-  const int begin = cuts.begin(block);
-  at.in_block = cuts.begin(block + 1) - begin;
+  Edges edges(cuts, block);
+  if constexpr (Shape::kInvariant) {
+    move_edges(cuts, range.total, block, search, edges, [&](auto&& use) {
+      int ahead = 0;
+      for (int start = 0; start < p.batch && ahead <= edges.end; start += Shape::kThreads) {
+        const int count = count_of(start + threadIdx.x);
+        int all;
+        use(ahead + scan_block(search, count, all), count);
+        ahead += all;
+      }
+    });
+  }
+  const int begin = edges.begin;
+  at.in_block = edges.end - begin;
   if (at.in_block == 0) return;
   int ahead = 0;
   for (int start = 0; start < p.batch && ahead <= begin; start += Shape::kThreads) {

@@ -18,9 +18,11 @@ struct DecodeCall {
   PreparedDecode* prepared;                 // of kPrepare
 };
 
-// By the dtype of q. Results as in decode_abi.h.
+// By the dtype of q and batch_invariant. Results as in decode_abi.h.
 int decode_bfloat16(const DecodeCall& call);
 int decode_float16(const DecodeCall& call);
+int decode_bfloat16_invariant(const DecodeCall& call);
+int decode_float16_invariant(const DecodeCall& call);
 
 }  // namespace stream_attention
 

@@ -53,6 +53,21 @@ __device__ __forceinline__ void add(State& state, const State& other) {
   state.top = top;
 }
 
+// The same, in operations that the compiler may not join with one another or with others: of equal
+// bits wherever it is used, and whichever of the two comes first.
+__device__ __forceinline__ State add_rounded(const State& left, const State& right) {
+  const float top = fmaxf(left.top, right.top);
+  const float base = top == -INFINITY ? 0.f : top;
+  const float mine = exp2_fast(__fsub_rn(left.top, base));
+  const float theirs = exp2_fast(__fsub_rn(right.top, base));
+  const auto both = [&](float x, float y) {
+    return __fadd_rn(__fmul_rn(x, mine), __fmul_rn(y, theirs));
+  };
+  return State{make_float4(both(left.out.x, right.out.x), both(left.out.y, right.out.y),
+                           both(left.out.z, right.out.z), both(left.out.w, right.out.w)),
+               top, both(left.sum, right.sum)};
+}
+
 // Merges the states of the lanes whose numbers are equal modulo `apart` (a power of two).
 __device__ __forceinline__ void add_across_lanes(State& state, int apart) {
   const auto from = [&](float x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); };

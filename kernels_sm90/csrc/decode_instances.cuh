@@ -1,5 +1,6 @@
-// Every instance of the decode kernel for one dtype of q: the choice among them, their geometry and
-// launch. Each dtype is a translation unit of its own (decode_bfloat16.cu, decode_float16.cu).
+// Every instance of the decode kernel for one dtype of q, batch-invariant or not: the choice among
+// them, their geometry and launch. Each set is a translation unit of its own (decode_bfloat16.cu,
+// decode_bfloat16_invariant.cu, ...).
 #ifndef STREAM_ATTENTION_DECODE_INSTANCES_CUH_
 #define STREAM_ATTENTION_DECODE_INSTANCES_CUH_
 
@@ -13,55 +14,71 @@ namespace {
 // A grid that is a multiple of 16 fills every GPC evenly: on an H200 128 blocks beat 132 by 1-3 %.
 constexpr int kMostBlocks = 128;
 
-template <class T, class E, int kHeadDim, int kRows, bool kWholePages>
+template <class T, class E, class OfShape, bool kWholePages>
 struct Instance {
-  using Shape = DecodeShape<kHeadDim, kRows, sizeof(E)>;
+  using Shape = OfShape;
   static constexpr int kElementBytes = sizeof(E);
-  static constexpr auto kKernel = decode_kernel<T, E, kHeadDim, kRows, kWholePages>;
+  static constexpr auto kKernel =
+      decode_kernel<T, E, Shape::D, Shape::N, kWholePages, Shape::kInvariant>;
 };
 
 int rows_of(const StreamAttentionDecodeParams& p) { return p.qo_len * p.group; }
 
 // Pages of whole sixteens of tokens need one page id for sixteen rows. Contiguous caches are pages
 // that no request leaves.
-template <class T, class E, int kHeadDim, int kRows, class Use>
+template <class T, class E, class Shape, class Use>
 int with_pages(const StreamAttentionDecodeParams& p, Use&& use) {
   return p.page_table == nullptr || p.page_size % 16 == 0
-             ? use(Instance<T, E, kHeadDim, kRows, true>{})
-             : use(Instance<T, E, kHeadDim, kRows, false>{});
+             ? use(Instance<T, E, Shape, true>{})
+             : use(Instance<T, E, Shape, false>{});
 }
 
-// More rows than an instance takes are served by neighbouring blocks, which share L2.
-template <class T, class E, int kHeadDim, class Use>
+// The rows of a problem's instance. More than an instance takes are served by neighbouring blocks,
+// which share L2. Batch-invariant instances, which are fewer, take 17 to 24 rows as 32.
+template <class E, int kHeadDim, bool kInvariant>
+int rows_together(int rows) {
+  if (rows <= 8 || kHeadDim > 192) return 8;  // registers for sixteen rows of 256 are too few
+  if (rows <= 16 || kHeadDim > 128 || sizeof(E) == 1) return 16;
+  return rows <= 24 && !kInvariant ? 24 : 32;
+}
+
+template <class T, class E, int kHeadDim, bool kInvariant, class Use>
 int with_rows(const StreamAttentionDecodeParams& p, Use&& use) {
-  const int rows = rows_of(p);
-  constexpr int kMany = kHeadDim > 192 ? 8 : 16;  // registers for sixteen rows of 256 are too few
-  if (rows <= 8) return with_pages<T, E, kHeadDim, 8>(p, use);
-  if constexpr (kHeadDim <= 128 && sizeof(E) > 1) {
-    if (rows > 16 && rows <= 24) return with_pages<T, E, kHeadDim, 24>(p, use);
-    if (rows > 24) return with_pages<T, E, kHeadDim, 32>(p, use);
+  const int rows = rows_together<E, kHeadDim, kInvariant>(rows_of(p));
+  const auto with = [&](auto number) {
+    return with_pages<T, E, DecodeShape<kHeadDim, number, sizeof(E), kInvariant>>(p, use);
+  };
+  if constexpr (kHeadDim <= 192) {
+    if (rows == 16) return with(std::integral_constant<int, 16>{});
   }
-  return with_pages<T, E, kHeadDim, kMany>(p, use);
+  if constexpr (kHeadDim <= 128 && sizeof(E) > 1) {
+    if constexpr (!kInvariant) {
+      if (rows == 24) return with(std::integral_constant<int, 24>{});
+    }
+    if (rows == 32) return with(std::integral_constant<int, 32>{});
+  }
+  return with(std::integral_constant<int, 8>{});
 }
 
-template <class T, int kHeadDim, class Use>
+template <class T, int kHeadDim, bool kInvariant, class Use>
 int with_kv_dtype(const StreamAttentionDecodeParams& p, Use&& use) {
   switch (p.kv_dtype) {
-    case STREAM_ATTENTION_KV_LIKE_Q: return with_rows<T, T, kHeadDim>(p, use);
-    case STREAM_ATTENTION_KV_FLOAT8_E4M3: return with_rows<T, uint8_t, kHeadDim>(p, use);
+    case STREAM_ATTENTION_KV_LIKE_Q: return with_rows<T, T, kHeadDim, kInvariant>(p, use);
+    case STREAM_ATTENTION_KV_FLOAT8_E4M3:
+      return with_rows<T, uint8_t, kHeadDim, kInvariant>(p, use);
     default: return STREAM_ATTENTION_DECODE_BAD_DTYPE;
   }
 }
 
-template <class T, class Use>
+template <class T, bool kInvariant, class Use>
 int with_head_dim(const StreamAttentionDecodeParams& p, Use&& use) {
   switch (p.head_dim) {
-    case 64: return with_kv_dtype<T, 64>(p, use);
-    case 80: return with_kv_dtype<T, 80>(p, use);
-    case 96: return with_kv_dtype<T, 96>(p, use);
-    case 128: return with_kv_dtype<T, 128>(p, use);
-    case 192: return with_kv_dtype<T, 192>(p, use);
-    case 256: return with_kv_dtype<T, 256>(p, use);
+    case 64: return with_kv_dtype<T, 64, kInvariant>(p, use);
+    case 80: return with_kv_dtype<T, 80, kInvariant>(p, use);
+    case 96: return with_kv_dtype<T, 96, kInvariant>(p, use);
+    case 128: return with_kv_dtype<T, 128, kInvariant>(p, use);
+    case 192: return with_kv_dtype<T, 192, kInvariant>(p, use);
+    case 256: return with_kv_dtype<T, 256, kInvariant>(p, use);
     default: return STREAM_ATTENTION_DECODE_BAD_HEAD_DIM;
   }
 }
@@ -87,8 +104,13 @@ StreamAttentionDecodeGeometry geometry_of(const StreamAttentionDecodeParams& p, 
   g.threads = Shape::kThreads;
   g.shared_bytes = Shape::kSharedBytes;
   g.slots = Shape::kSlots;
-  if (g.blocks_per_head > 1) {
-    g.scratch_floats = 2 * g.grid * region_floats(Shape::N * Shape::D / 4, g.blocks_per_head);
+  constexpr int kVectors = Shape::N * Shape::D / 4;
+  if constexpr (Shape::kInvariant) {
+    const int most = (p.capacity - 1) / Shape::kTile + 1;  // tiles of a request, one at least
+    g.scratch_floats = node_floats(g.grid, g.blocks_per_head, kVectors) +
+                       fold_floats(g.grid, kVectors, levels_of(most));
+  } else if (g.blocks_per_head > 1) {
+    g.scratch_floats = 2 * g.grid * region_floats(kVectors, g.blocks_per_head);
   }
   return g;
 }
@@ -191,9 +213,9 @@ int prepare(const DecodeCall& asked) {
   return STREAM_ATTENTION_OK;
 }
 
-template <class T>
+template <class T, bool kInvariant>
 int decode_call(const DecodeCall& call) {
-  return with_head_dim<T>(*call.params, [&](auto chosen) {
+  return with_head_dim<T, kInvariant>(*call.params, [&](auto chosen) {
     using Chosen = decltype(chosen);
     switch (call.action) {
       case DecodeAction::kGeometry:

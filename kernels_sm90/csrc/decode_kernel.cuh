@@ -6,25 +6,31 @@
 //   S^T = K Q^T (tokens on M, rows on N), P by movmatrix, O^T += V^T P.
 // The ring runs on across requests. At a request's end the warps' states are merged in shared
 // memory; states of requests that other blocks share are handed out, and merged when the block's
-// range has been read.
+// range has been read. Batch-invariant requests have such an end every span of tiles.
 #ifndef STREAM_ATTENTION_DECODE_KERNEL_CUH_
 #define STREAM_ATTENTION_DECODE_KERNEL_CUH_
 
+#include "decode_invariant.cuh"
 #include "decode_query.cuh"
 #include "stream_attention/global_memory.cuh"
 
 namespace stream_attention {
 
-template <class T, class E, int kHeadDim, int kRows, bool kWholePages>
-class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, kWholePages> {
-  using Shape = DecodeShape<kHeadDim, kRows, sizeof(E)>;
-  using Work = DecodeQuery<T, E, Shape, kWholePages>;
+// What a block does between products, by whether requests are batch-invariant.
+template <class T, class E, class Shape, bool kWholePages>
+using DecodeParts = std::conditional_t<Shape::kInvariant, DecodeSpans<T, E, Shape, kWholePages>,
+                                       DecodeQuery<T, E, Shape, kWholePages>>;
+
+template <class T, class E, class Shape, bool kWholePages>
+class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
+  using Work = DecodeParts<T, E, Shape, kWholePages>;
   using typename Work::ChunkPlace;
   using Work::D, Work::N, Work::kVectorsPerRow, Work::kAhead, Work::kSubs;
   using Work::launch, Work::p, Work::lane, Work::warp, Work::control;
 
   using typename Work::Math;
   using Work::kFp8, Work::query, Work::row_scale;
+  static constexpr bool kInvariant = Shape::kInvariant;
   static constexpr int kChains = Shape::kRowBlocks == 1 && !kFp8 ? 2 : 1;
 
  public:
@@ -33,6 +39,7 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
 
   __device__ __forceinline__ void run() {
     Cursor at{}, ahead{};  // a search that finds no tile sets no more than that
+    if (kInvariant && lane == 0) turn().merges = 0;
     begin(at, ahead);
     if (at.in_block == 0) return;
     if (ahead.in_block > 0) this->next_tile(ahead);
@@ -52,20 +59,22 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
       if (at.in_block == control.release_at) DependentMemory::release_consumer();
       const int value_slot = slot + 1 < Shape::kSlots ? slot + 1 : 0;
       attend(at, slot, value_slot, held);
-      if (held && threadIdx.x == 0) {
+      if (held && threadIdx.x == 0 && (!kInvariant || begins_request(at))) {
         // A request that ends inside the range and that others began is merged later.
         if (control.current.parts > 1) control.owed = control.current;
         control.range.before += control.request_tiles;
         begin_request(at, control.range);
       }
       place = this->look_up(ahead);
-      held = at.in_request == 1;
+      held = ends_span(at);
       if (held || at.in_block == 1) {
         finish(at, value_slot);
         if (at.in_block == 1) break;
         this->next_tile(at);
         start_state(at);
-        if (at.in_block > at.in_request) this->copy_query(at.request + 1);
+        if ((!kInvariant || begins_request(at)) && at.in_block > at.in_request) {
+          this->copy_query(at.request + 1);
+        }
       } else {
         this->template copy<kKey>(value_slot, place);
         this->next_tile(at);
@@ -74,12 +83,35 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
     }
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      const Shared merged = i == 0 ? control.owed : control.current;
+      const typename Work::Sharing merged = i == 0 ? control.owed : control.current;
       if (merged.parts > 1) this->merge_slice(merged);
     }
   }
 
  private:
+  __device__ __forceinline__ bool begins_request(const Cursor& at) const {
+    return at.tile == tiles_of<Shape>(p, at.kv_len).first;
+  }
+
+  // Whether the states of all warps are merged behind this tile, whatever the block's range.
+  __device__ __forceinline__ bool ends_span(const Cursor& at) const {
+    return at.in_request == (kInvariant ? turn().last : 1);
+  }
+
+  // Batch-invariant: where the warp is among spans.
+  __device__ __forceinline__ Turn& turn() const {
+    static_assert(!kInvariant || Shape::kTurnBytes == Shape::kWarps * sizeof(Turn));
+    return reinterpret_cast<Turn*>(memory + Shape::kTurnsAt)[warp];
+  }
+
+  __device__ __forceinline__ Seen& seen() {
+    if constexpr (kInvariant) return turn().seen;
+    return own_seen;
+  }
+  __device__ __forceinline__ const Seen& seen() const {
+    return const_cast<DecodeBlock*>(this)->seen();
+  }
+
   // Notes how the request at hand is shared, for the threads to read behind the next barrier.
   __device__ __forceinline__ void begin_request(const Cursor& at, const Range& range) const {
     const RequestTiles tiles = tiles_of<Shape>(p, at.kv_len);
@@ -164,12 +196,16 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
   // a sixth longer; and what they ask for should not come ahead of most of this launch's tokens.
   static __device__ __forceinline__ int release_point(int tiles) { return max(tiles / 2, 2); }
 
-  // The state of the request at hand: nothing seen.
+  // The state of the request at hand, or of a span of it: nothing seen.
   __device__ __forceinline__ void start_state(const Cursor& at) {
     const int oldest = at.kv_len - p.qo_len;  // position of the request's first query
-    seen_to = p.causal ? min(oldest + 1, at.kv_len) : at.kv_len;
-    seen_from = p.window_left < 0 ? 0 : max(0, at.kv_len - 1 - p.window_left);
-    if (launch.cap > 0.f) seen_to = 0;
+    seen().to = p.causal ? min(oldest + 1, at.kv_len) : at.kv_len;
+    seen().from = p.window_left < 0 ? 0 : max(0, at.kv_len - 1 - p.window_left);
+    if (launch.cap > 0.f) seen().to = 0;
+    if constexpr (kInvariant) {
+      const int tiles = span_tiles(tiles_of<Shape>(p, at.kv_len).count);
+      turn().last = max(at.in_request - tiles, 0) + 1;
+    }
 #pragma unroll
     for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
 #pragma unroll
@@ -204,7 +240,9 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
     }
     __syncwarp();  // all lanes have read K
     if (held) {
-      wait_for_phase(this->merged(), (at.request - 1 - control.first_request) % 2);
+      const int before_last =
+          kInvariant ? turn().merges - 1 : at.request - 1 - control.first_request;
+      wait_for_phase(this->merged(), before_last % 2);
       this->template copy<kKey>(slot > 0 ? slot - 1 : Shape::kSlots - 1, place);
     }
     this->template copy<kValue>(slot, place);
@@ -363,7 +401,8 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
 
   __device__ __forceinline__ void scale_and_mask(const Cursor& at, int begin,
                                                  float (&s)[kSubs][Shape::kRowBlocks][4]) const {
-    const bool plain = begin >= seen_from && begin + Shape::kChunk <= seen_to;
+    const Seen all = seen();
+    const bool plain = begin >= all.from && begin + Shape::kChunk <= all.to;
 #pragma unroll
     for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
 #pragma unroll
@@ -475,7 +514,7 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
     }
   }
 
-  // The end of a request or of the range.
+  // The end of a request, of a span of it or of the range.
   __device__ __forceinline__ void finish(const Cursor& at, int value_slot) {
     const bool more = at.in_block > 1;
     // The next rows of q were asked for when the request began: in so few tiles they may not have
@@ -483,29 +522,37 @@ class DecodeBlock : DecodeQuery<T, E, DecodeShape<kHeadDim, kRows, sizeof(E)>, k
     if (more && at.tile - tiles_of<Shape>(p, at.kv_len).first < kAhead) wait_copies<0>();
     merge_warps(reinterpret_cast<float*>(memory + value_slot * Shape::kSlotBytes),
                 [&](int vector, const State& state) {
-                  this->give(control.current, vector, state);
+                  if constexpr (kInvariant) {
+                    this->give(control.current, at.in_request, vector, state);
+                  } else {
+                    this->give(control.current, vector, state);
+                  }
                 });
     if (more) {
       arrive(this->merged());
-      this->take_query(at.request + 1);  // visible since the barriers of the merge
+      if (kInvariant && lane == 0) ++turn().merges;
+      // Visible since the barriers of the merge.
+      this->take_query(kInvariant && at.in_request > 1 ? at.request : at.request + 1);
     }
   }
 
   Range range;      // as it was found
   char* memory;     // shared
-  int seen_from, seen_to;  // tokens of the request that all rows see, where scores have no cap
+  Seen own_seen;    // unless it lies in shared memory
   ChunkPlace place;
   float acc[Shape::kRowBlocks][D / 16][4];
   float row_max[Shape::kRowBlocks][2];
   float row_sum[Shape::kRowBlocks][2];
 };
 
-template <class T, class E, int kHeadDim, int kRows, bool kWholePages>
-__global__ void __launch_bounds__(DecodeShape<kHeadDim, kRows, sizeof(E)>::kThreads,
-                                  DecodeShape<kHeadDim, kRows, sizeof(E)>::kBlocksPerSm)
+template <class T, class E, int kHeadDim, int kRows, bool kWholePages, bool kInvariant>
+__global__ void __launch_bounds__(
+    DecodeShape<kHeadDim, kRows, sizeof(E), kInvariant>::kThreads,
+    DecodeShape<kHeadDim, kRows, sizeof(E), kInvariant>::kBlocksPerSm)
     decode_kernel(const __grid_constant__ DecodeLaunch launch) {
+  using Shape = DecodeShape<kHeadDim, kRows, sizeof(E), kInvariant>;
   extern __shared__ __align__(1024) char shared[];
-  DecodeBlock<T, E, kHeadDim, kRows, kWholePages> work(launch, shared);
+  DecodeBlock<T, E, Shape, kWholePages> work(launch, shared);
   work.run();
 }
 

@@ -122,6 +122,80 @@ STREAM_ATTENTION_BOTH int slice_log2(int vectors, int parts) {
   return log2_size;
 }
 
+// Batch-invariant requests are folded in one fixed order, whoever does it: spans of tiles, counted
+// from the request's first tile, are the leaves of a binary tree in which a node without a right
+// half is its left half. Spans depend on the request's own tiles alone.
+constexpr int kFewestSpanTiles = 8;
+constexpr int kMostSpans = 64;
+constexpr int kMostLevels = 6;  // of the tree above its leaves
+constexpr int kMostNodes = 9;   // that a block hands out
+
+STREAM_ATTENTION_BOTH int span_tiles(int count) {
+  const int tiles = (count - 1) / kMostSpans + 1;
+  return tiles < kFewestSpanTiles ? kFewestSpanTiles : tiles;
+}
+
+// How a request of `count` tiles is parted among blocks: into nodes of one level of its tree, each
+// whole in one block. A node has at most a quarter of a block's share of tiles, if a span has.
+struct Nodes {
+  int span;   // tiles of a span
+  int level;  // of the nodes
+  int tiles;  // of a node
+  int count;  // nodes of the request
+
+  STREAM_ATTENTION_BOTH static Nodes of(int count, int share) {
+    Nodes nodes{span_tiles(count), 0, 0, 0};
+    while (nodes.level < kMostLevels && nodes.span <= share / 4 >> (nodes.level + 1)) {
+      ++nodes.level;
+    }
+    nodes.tiles = nodes.span << nodes.level;
+    nodes.count = (count - 1) / nodes.tiles + 1;
+    return nodes;
+  }
+};
+
+// A request as it lies among all: `count` tiles behind `before` others. A node belongs to the block
+// that owns its first tile under the equal cuts.
+struct NodeCuts {
+  EqualCuts cuts;
+  int before;
+  int count;
+  Nodes nodes;
+
+  STREAM_ATTENTION_BOTH NodeCuts(const EqualCuts& equal, int tiles_before, int tiles)
+      : cuts(equal), before(tiles_before), count(tiles), nodes(Nodes::of(tiles, equal.share)) {}
+
+  // The first node at or behind the equal cut in front of `block`.
+  STREAM_ATTENTION_BOTH int first_node(int block) const {
+    const int offset = cuts.begin(block) - before;
+    return offset <= 0 ? 0 : (offset - 1) / nodes.tiles + 1;
+  }
+
+  // Where the cut in front of `block`, which lies in the request, is moved to: up to a node.
+  STREAM_ATTENTION_BOTH int begin(int block) const {
+    const int node = first_node(block);
+    return before + (node < nodes.count ? node * nodes.tiles : count);
+  }
+
+  STREAM_ATTENTION_BOTH int owner(int node) const {
+    return cuts.owner(before + node * nodes.tiles);
+  }
+
+  // Blocks that have nodes are numbered from 0. Where a node has more tiles than a block's share,
+  // some blocks have none, and the others one each; else all between the first and the last have.
+  STREAM_ATTENTION_BOTH bool apart() const { return nodes.tiles > cuts.share; }
+  STREAM_ATTENTION_BOTH int sharer(int node) const {
+    return apart() ? node : owner(node) - owner(0);
+  }
+  STREAM_ATTENTION_BOTH int sharers() const { return sharer(nodes.count - 1) + 1; }
+
+  // Where the block `of_block` that owns `node` puts it: those of the request that it begins come
+  // last first, those of the request that it goes on with first first. They never meet.
+  STREAM_ATTENTION_BOTH int place(int node, int of_block) const {
+    return of_block == owner(0) ? kMostNodes - 1 - node : node - first_node(of_block);
+  }
+};
+
 }  // namespace stream_attention
 
 #endif  // STREAM_ATTENTION_DECODE_SCHEDULE_H_

@@ -31,9 +31,11 @@ struct Rows {
   }
 };
 
-// D: head_dim. N: packed query rows, a multiple of 8. kElementBytes: of K and V.
-template <int kHeadDim, int kRows, int kElementBytes>
+// D: head_dim. N: packed query rows, a multiple of 8. kElementBytes: of K and V. kBatchInvariant:
+// the bits of a request depend on no other request.
+template <int kHeadDim, int kRows, int kElementBytes, bool kBatchInvariant>
 struct DecodeShape {
+  static constexpr bool kInvariant = kBatchInvariant;
   static constexpr int D = kHeadDim;
   static constexpr int N = kRows;
   static constexpr int kRowBlocks = N / 8;
@@ -61,9 +63,11 @@ struct DecodeShape {
   static constexpr int kMergeRows = 4 * 8 * kMergeStride <= kChunkBytes ? 8 : 4;
   static_assert(4 * kMergeRows * kMergeStride <= kChunkBytes, "a state takes a chunk's place");
   static constexpr int kSumBytes = 8 * kMergeRows * kWarps;
-  static constexpr int kControlBytes = 96;
+  static constexpr int kControlBytes = kInvariant ? 160 : 96;
+  static constexpr int kTurnBytes = kInvariant ? 16 * kWarps : 0;
   static constexpr int kSearchBytes = 4 * (kThreads + kWarps + 4);
-  static constexpr int kFixedBytes = 2 * kQueryBytes + kSumBytes + kControlBytes + kSearchBytes;
+  static constexpr int kFixedBytes =
+      2 * kQueryBytes + kSumBytes + kControlBytes + kTurnBytes + kSearchBytes;
   // The ring has an odd number of slots: K and V of kAhead tiles, and K of one more. An even number
   // in between (four slots of head_dim 80 and 96, six of many rows) is slower by 1 to 3 %.
   static constexpr int kFitting = (kMostBytes - kFixedBytes) / kSlotBytes;
@@ -74,7 +78,8 @@ struct DecodeShape {
   static constexpr int kQueryAt = kSlots * kSlotBytes;
   static constexpr int kSumsAt = kQueryAt + 2 * kQueryBytes;
   static constexpr int kControlAt = kSumsAt + kSumBytes;
-  static constexpr int kSearchAt = kControlAt + kControlBytes;
+  static constexpr int kTurnsAt = kControlAt + kControlBytes;
+  static constexpr int kSearchAt = kTurnsAt + kTurnBytes;
   static constexpr int kSharedBytes = kSearchAt + kSearchBytes;
 };
 

@@ -5,6 +5,8 @@
 
 #include <stddef.h>
 
+#include <type_traits>
+
 #include "decode_cursor.cuh"
 #include "decode_exchange.cuh"
 #include "decode_ops.cuh"
@@ -25,6 +27,11 @@ struct Place {
 
 enum Tokens { kKey, kValue };
 
+// Tokens of the request at hand that all rows see, where scores have no cap.
+struct Seen {
+  int from, to;
+};
+
 // A request of the block's range that other blocks share.
 struct Shared {
   int request;
@@ -33,7 +40,18 @@ struct Shared {
   int log2_size;  // of the slices of its answer
 };
 
+// A batch-invariant request of the block's range: `parts` blocks have nodes of it, of which the
+// block is the `slice`-th.
+struct SharedNodes {
+  int request;
+  int parts;
+  int log2_size;  // of the slices of its answer
+  int slice;
+  NodeCuts cuts;
+};
+
 // What the threads of a block hold together in shared memory, so that none has it in a register.
+template <class Sharing>
 struct Control {
   // Where the block stands.
   int lead;  // of the KV heads times groups of rows
@@ -44,8 +62,8 @@ struct Control {
   int first_request;
   int request_tiles;
   int release_at;  // tiles left when the next launch's blocks may come
-  Shared current;
-  Shared owed;      // a request that ends inside the range and that others began: merged later
+  Sharing current;
+  Sharing owed;     // a request that ends inside the range and that others began: merged later
   uint64_t merged;  // barrier: the warps' states have been merged
 };
 
@@ -57,6 +75,8 @@ class DecodeWork {
   static constexpr int kVectorsPerRow = D / 4;
   static constexpr int kAhead = Shape::kAhead;
   using ChunkPlace = Place<kSubs>;
+  using Sharing = std::conditional_t<Shape::kInvariant, SharedNodes, Shared>;
+  using Control = stream_attention::Control<Sharing>;
 
   __device__ __forceinline__ DecodeWork(const DecodeLaunch& launched, char* shared)
       : launch(launched),
@@ -81,10 +101,12 @@ class DecodeWork {
     __syncthreads();
     const uint32_t own_ring = ring + warp * Shape::kChunkBytes;
     own_tokens = warp * Shape::kChunk;
-    write_at = computed_once(own_ring + Shape::Tokens::offset(row_of(0), piece_of(0)));
+    write_at = own_ring + Shape::Tokens::offset(row_of(0), piece_of(0));
+    // Where K and V are widened, registers are too few.
+    if constexpr (sizeof(E) > 1 || !Shape::kInvariant) write_at = computed_once(write_at);
     read_key_at = own_ring + Shape::Tokens::offset(lane % 16, lane / 16);
     read_value_at = own_ring + Shape::Tokens::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    if constexpr (sizeof(E) > 1) {  // where K and V are widened, registers are too few
+    if constexpr (sizeof(E) > 1) {
       read_key_at = computed_once(read_key_at);
       read_value_at = computed_once(read_value_at);
     }
@@ -151,7 +173,7 @@ class DecodeWork {
   // Begins to look up places from `at` on: the first ids are on their way when this returns.
   __device__ __forceinline__ void begin_lookup(const Cursor& at) {
     if constexpr (kWholePages) {
-      ids.lane = ids.end = 0;
+      ids.left = 0;
       if (at.in_block > 0) ids.next = read_ids(at.request, at.tile, at.kv_len);
     } else {
       looked_up = place_of<false>(at);
@@ -220,10 +242,9 @@ class DecodeWork {
     ChunkPlace place;
     place.live = 0;
     if (at.in_block <= 0) return place;
-    if (ids.lane == ids.end) {
+    if (ids.left == 0) {
       ids.now = ids.next;
-      ids.lane = 0;
-      ids.end = min(at.in_request, kTilesOfIds) * kSubs;
+      ids.left = min(at.in_request, kTilesOfIds);
       const bool same = at.in_request > kTilesOfIds, another = at.in_block > at.in_request;
       ids.next = read_ids(
           at.request + (same ? 0 : 1),
@@ -238,11 +259,12 @@ class DecodeWork {
       place.page[sub] = at.request;
       place.slot[sub] = token;
       if (p.page_table != nullptr) {
-        place.page[sub] = __shfl_sync(0xffffffffu, ids.now, ids.lane + sub);
+        place.page[sub] = __shfl_sync(0xffffffffu, ids.now, sub);
         place.slot[sub] -= launch.page(token) * p.page_size;
       }
     }
-    ids.lane += kSubs;
+    ids.now = __shfl_down_sync(0xffffffffu, ids.now, kSubs);
+    --ids.left;
     return place;
   }
 
@@ -398,6 +420,13 @@ class DecodeWork {
     }
   }
 
+  // Natural logarithm of the sum of weights.
+  static __device__ __forceinline__ float log_of(const State& state) {
+    const float power = log2f(state.sum);
+    if constexpr (Shape::kInvariant) return __fmul_rn(__fadd_rn(state.top, power), kLn2);
+    return (state.top + power) * kLn2;
+  }
+
   // Four elements of one row's answer; the thread of column 0 writes the lse.
   __device__ __forceinline__ void write(int request, int vector, State state) const {
     const int row = control.row_start + vector / kVectorsPerRow;
@@ -407,8 +436,12 @@ class DecodeWork {
     const int64_t place = static_cast<int64_t>(request) * p.qo_len + token;
     const bool empty = state.sum == 0.f;
     if (p.attn_sink != nullptr && !empty) {
-      const float sink = p.attn_sink[q_head] * kLog2E;
-      add(state, State{make_float4(0.f, 0.f, 0.f, 0.f), sink, 1.f});
+      const float4 nothing = make_float4(0.f, 0.f, 0.f, 0.f);
+      if constexpr (Shape::kInvariant) {
+        state = add_rounded(state, State{nothing, __fmul_rn(p.attn_sink[q_head], kLog2E), 1.f});
+      } else {
+        add(state, State{nothing, p.attn_sink[q_head] * kLog2E, 1.f});
+      }
     }
     float inverse = empty ? 0.f : __fdividef(1.f, state.sum);
     if (p.value_scale != nullptr) inverse *= p.value_scale[head * p.value_scale_stride];
@@ -420,7 +453,7 @@ class DecodeWork {
     *reinterpret_cast<uint2*>(target) = words;
     if (p.lse != nullptr && column == 0) {
       p.lse[place * p.lse_token_stride + q_head * p.lse_head_stride] =
-          empty ? -INFINITY : (state.top + log2f(state.sum)) * kLn2;
+          empty ? -INFINITY : log_of(state);
     }
   }
 
@@ -435,8 +468,8 @@ class DecodeWork {
   const char* value;
   uint64_t policy;
   struct {
-    int now, next;  // of the tiles at hand, and of those that follow
-    int lane, end;  // whose turn it is, and where the turns of `now` end
+    int now, next;  // from the tile at hand on, the first lane's first; and of those that follow
+    int left;       // tiles that `now` has ids for
   } ids;                 // where pages hold whole sixteens
   ChunkPlace looked_up;  // elsewhere: the next place
 };

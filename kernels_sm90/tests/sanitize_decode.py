@@ -71,10 +71,10 @@ def make_case(name: str, queries: int, group: int, lens: tuple[int, ...], **chan
 
 
 def cases() -> list[Case]:
-    """Ragged batches with empty requests for every instance; by dtype and dim also two others.
+    """Ragged batches with empty requests for every instance; by dtype and dim also some others.
 
     `split`: one request over all blocks. `unsplit`: more requests than blocks, a tile each. `idle`:
-    blocks without tiles.
+    blocks without tiles. `invariant`: with `batch_invariant`, spans over many blocks and over few.
     """
     found = []
     for each in dtypes():
@@ -96,6 +96,10 @@ def cases() -> list[Case]:
                 lens = (16, 0, 3, 33) * 10
                 found.append(
                     make_case(f"{stem} idle", 1, 4, lens[:batch], num_kv_heads=1, **fields)
+                )
+            for heads, lens in ((1, (9000, 17, 0, 3001)), (40, (4500, 0, 1500, 700))):
+                found.append(
+                    make_case(f"{stem} invariant", 1, 4, lens, num_kv_heads=heads, **fields)
                 )
     return found
 
@@ -120,7 +124,7 @@ def run_case(case: Case, device: Any, record: Any = decode.RECORD) -> None:
     """Run twice, so that what the first launch leaves behind is met, and check the second."""
     built = build(case, 0)
     on_device = to_device(built, device)
-    step, described = launch(record, on_device)
+    step, described = launch(record, on_device, batch_invariant="invariant" in case.name)
     step.run()
     step.run()
     if described.bound.out.is_cuda:

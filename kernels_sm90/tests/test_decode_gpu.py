@@ -58,13 +58,24 @@ def is_served(case: Case) -> bool:
     return built.cache.key.numel() > 0 and not RECORD.reasons(bind(built).problem, device)
 
 
+def invariant(built):
+    """The route with `batch_invariant`, as `check_route` takes a function."""
+    step, described = launch(RECORD, built, batch_invariant=True)
+    step.run()
+    return described.result(), described.result_lse()
+
+
+ROUTES = pytest.mark.parametrize("route", [RECORD, invariant], ids=["plain", "invariant"])
+
+
 @pytest.mark.parametrize("head_dim", decode.HEAD_DIMS)
+@ROUTES
 @pytest.mark.parametrize("case", HOSTILE, ids=lambda case: case.name)
-def test_hostile_list(case, head_dim):
+def test_hostile_list(case, route, head_dim):
     case = served(case, head_dim)
     if not is_served(case):
         pytest.skip("refused by a rule; the portable route has it")
-    check_route(RECORD, case, DEVICE)
+    check_route(route, case, DEVICE)
 
 
 def test_most_of_the_hostile_list_is_served():
@@ -75,9 +86,12 @@ def _or_portable():
     """The route where it is legal, the portable one elsewhere, as the engine would choose."""
 
     def build_launch(problem, tile_plan, device, bound):
-        if RECORD.reasons(problem, device) or bound.kv.key.numel() == 0:
-            return triton_route.TritonLaunch(problem, device, bound)
-        return decode.build(problem, tile_plan, device, bound)
+        if not RECORD.reasons(problem, device):
+            try:
+                return decode.build(problem, tile_plan, device, bound)
+            except UnsupportedProblem:
+                pass
+        return triton_route.TritonLaunch(problem, device, bound)
 
     return dataclasses.replace(RECORD, rules=(), build=build_launch)
 
@@ -85,8 +99,6 @@ def _or_portable():
 @pytest.mark.parametrize("head_dim", decode.HEAD_DIMS)
 @pytest.mark.parametrize("line", sorted(contract.LINES))
 def test_contract_line(line, head_dim, monkeypatch):
-    if line == 12 and not serves(RECORD, H200, batch_invariant=True):
-        pytest.skip("line 12 asks for batch_invariant, which the route refuses")
     original = Case.__init__
 
     def as_served(self, *args, **kwargs):
@@ -111,16 +123,17 @@ def test_random_cases(group):
             has_lengths=True,
         )  # fmt: skip
         if is_served(case):
-            check_route(RECORD, case, DEVICE, seed=index)
+            check_route(rng.choice((RECORD, RECORD, invariant)), case, DEVICE, seed=index)
 
 
 @pytest.mark.parametrize("head_dim", decode.HEAD_DIMS)
+@ROUTES
 @pytest.mark.parametrize("batch", [1, 3, 32, 33, 60, 127])
-def test_requests_of_fewer_tiles_than_blocks(batch, head_dim):
+def test_requests_of_fewer_tiles_than_blocks(batch, route, head_dim):
     """One KV head has 128 blocks: most find no tile, and must touch nothing."""
     lens = tuple((16, 0, 1, 13)[i % 4] for i in range(batch))
     case = Case(qo_lens=(1,) * batch, kv_lens=lens, num_qo_heads=4, num_kv_heads=1, call="batch")
-    check_route(RECORD, served(case, head_dim), DEVICE)
+    check_route(route, served(case, head_dim), DEVICE)
 
 
 def test_a_pool_without_pages_is_refused():
@@ -164,7 +177,8 @@ def test_small_query_elements_beside_a_large_one_meet_fp8_keys(group):
     check_built(RECORD, built)
 
 
-def test_rows_of_every_instance_in_more_requests_than_a_warp_scans():
+@ROUTES
+def test_rows_of_every_instance_in_more_requests_than_a_warp_scans(route):
     """33 requests and more are searched through shared memory that query rows lie beside."""
     for head_dim in decode.HEAD_DIMS:
         for queries in (1, 3, 6, 8, 16):
@@ -173,7 +187,7 @@ def test_rows_of_every_instance_in_more_requests_than_a_warp_scans():
                 qo_lens=(queries,) * 40, kv_lens=lens, call="block" if queries > 1 else "batch",
                 head_dim_qk=head_dim, num_qo_heads=4, num_kv_heads=1, dtype="bfloat16",
             )  # fmt: skip
-            check_route(RECORD, case, DEVICE, seed=queries)
+            check_route(route, case, DEVICE, seed=queries)
 
 
 def test_a_plan_made_during_a_capture_runs_before_the_first_replay():

@@ -1,4 +1,4 @@
-"""sm90_decode in CUDA graphs: 12,000 replays over changing lengths, tables and queries.
+"""sm90_decode in CUDA graphs: 14,400 replays over changing lengths, tables and queries.
 
 A replay must give the bits of an eager run over the same memory, and the oracle's answer, whatever
 the launch before it left behind; over plans made at a capacity far above the lengths too.
@@ -91,11 +91,11 @@ def count_differing(mine, other):
     )
 
 
-def replays_follow(record, asked, num_replays, make_graph):
+def replays_follow(record, asked, num_replays, make_graph, **options):
     """Replay and compare; every hundredth answer (of small batches) is the oracle's, and finite."""
     built = build(asked, 0, DEVICE)
-    step, described = launch(record, built)
-    eager, of_eager = launch(record, built)
+    step, described = launch(record, built, **options)
+    eager, of_eager = launch(record, built, **options)
     replay = make_graph(step.run)
     scramble = Scrambler(built)
     differing = torch.zeros((), dtype=torch.int64, device=DEVICE)
@@ -118,6 +118,17 @@ def replays_follow(record, asked, num_replays, make_graph):
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_replays_follow_lengths_tables_and_queries(name):
     replays_follow(RECORD, CASES[name], NUM_REPLAYS, lambda run: capture(run).replay)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_replays_of_batch_invariant_plans(name):
+    replays_follow(
+        RECORD,
+        CASES[name],
+        NUM_REPLAYS // 5,
+        lambda run: capture(run).replay,
+        batch_invariant=True,
+    )
 
 
 @pytest.mark.parametrize("dim", decode.HEAD_DIMS)

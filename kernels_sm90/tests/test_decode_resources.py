@@ -5,6 +5,7 @@ instance is under these bounds without being listed here.
 """
 
 import dataclasses
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -104,12 +105,13 @@ def test_registers_stay_within_what_a_thread_may_have(kernels):
 
 @pytest.mark.parametrize("dim", decode.HEAD_DIMS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_block_fits_an_sm(kernels, dim, rows):
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_block_fits_an_sm(kernels, dim, rows, invariant):
     """Shared memory of the launch and the largest static one; registers of all of its threads.
 
     Which kernel a problem runs is not in the report, so the largest of its head_dim stands in.
     """
-    form = decode.geometry(problem(dim, *rows), 132)
+    form = decode.geometry(problem(dim, *rows, batch_invariant=invariant), 132)
     of_dim = [kernel for kernel in kernels if f"Li{dim}E" in kernel.name]
     assert form.shared_bytes + max(k.shared_bytes for k in of_dim) <= SHARED_LIMIT
     assert form.threads % 32 == 0 and 0 < form.threads <= 1024
@@ -120,11 +122,12 @@ def test_a_block_fits_an_sm(kernels, dim, rows):
 
 @pytest.mark.parametrize("num_sms", [132, 114, 78])
 @pytest.mark.parametrize("batch", [1, 40, 65_536])
-def test_workspace_of_a_plan_stays_small_on_any_device_and_batch(num_sms, batch):
+@pytest.mark.parametrize("invariant", [False, True])
+def test_workspace_of_a_plan_stays_small_on_any_device_and_batch(num_sms, batch, invariant):
     """Scratch is the blocks' business: neither lengths nor batch may blow it up."""
     require(LIBRARY)
-    for dim in decode.HEAD_DIMS:
-        small = problem(dim, 8, 1, batch=batch, total_qo_len=batch)
+    for dim, group in itertools.product(decode.HEAD_DIMS, (8, 64)):
+        small = problem(dim, group, 1, batch=batch, total_qo_len=batch, batch_invariant=invariant)
         large = dataclasses.replace(small, kv_capacity=1 << 17)
         forms = [decode.geometry(each, num_sms) for each in (small, large)]
         assert forms[0].scratch_floats <= forms[1].scratch_floats <= 16 << 20

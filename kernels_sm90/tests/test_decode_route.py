@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from stream_attention.core.errors import UnsupportedProblem
 from stream_attention.core.native import NativeLaunchError
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import Registry
-from stream_attention.core.testing.checks import H200, bind
+from stream_attention.core.testing.checks import H200, bind, find_record
 from stream_attention.core.testing.native_library import require
 from stream_attention.core.testing.problems import Case, build
 from stream_attention.kernels_sm90 import capabilities, decode
@@ -53,6 +54,7 @@ def problem(**changes):
         {"page_size": 3, "layout": "HND", "per_head_lists": True},
         {"window_left": 0, "logits_soft_cap": 3.0, "has_sink": True, "return_lse": True},
         {"causal": False},
+        {"batch_invariant": True, "total_qo_len": 20, "max_qo_len": 5},
         *({"head_dim_qk": dim, "head_dim_vo": dim} for dim in decode.HEAD_DIMS),
         {"kv_dtype": "float8_e4m3fn", "kv_scales": "tensor"},
         {"kv_dtype": "float8_e4m3fn", "kv_scales": "head", "head_dim_qk": 80, "head_dim_vo": 80},
@@ -74,7 +76,6 @@ FP32 = {"q_dtype": "float32", "kv_dtype": "float32", "out_dtype": "float32"}
         ({"head_dim_vo": 64}, "head_dim (qk, vo)=(128, 64)"),
         ({"total_qo_len": 5, "max_qo_len": 2}, "qo_indptr: every request must have the same"),
         ({"total_qo_len": 68, "max_qo_len": 17}, "max_qo_len=17: queries times group size 4"),
-        ({"batch_invariant": True}, "batch_invariant=True"),
         ({"causal": False, "window_right": 3}, "window_right=3"),
         ({"kv_capacity": (1 << 31) - 1}, "kv_capacity=2147483647: must be at most 2147479551"),
         (
@@ -107,6 +108,26 @@ def test_build_refuses_memory_that_the_kernel_cannot_take(change):
         words = "must be a multiple of 8"
     with pytest.raises(UnsupportedProblem, match=words):
         decode.build(described.problem, None, H200, bound)
+
+
+def test_packed_queries_that_are_batch_invariant_are_refused():
+    """The route of a request may not depend on how many queries others have."""
+    built = build(Case(qo_lens=(2,), kv_lens=(40,)), 0)
+    described = bind(built, batch_invariant=True)
+    assert decode.RECORD.reasons(described.problem, H200) == ()
+    with pytest.raises(UnsupportedProblem, match="qo_indptr with batch_invariant=True"):
+        decode.build(described.problem, None, H200, described.bound)
+
+
+def test_a_batch_invariant_problem_has_the_same_best_route_in_any_batch():
+    portable = find_record("triton")
+    for batch, queries, capacity in itertools.product((1, 7, 500), (1, 5, 16), (16, 4096, 1 << 20)):
+        asked = problem(
+            batch=batch, total_qo_len=batch * queries, max_qo_len=queries, kv_capacity=capacity
+        )
+        invariant = dataclasses.replace(asked, batch_invariant=True)
+        assert decode.estimate_us(invariant, H200) < portable.estimate_us(invariant, H200)
+        assert decode.estimate_us(invariant, H200) <= decode.estimate_us(asked, H200)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
@@ -226,7 +247,7 @@ def bound_with(key=(2048, 128, 128, 1), table=(4, 4, 1)):
     tokens = torch.empty_strided((2, 16, 1, 128), key, dtype=torch.bfloat16, device="meta")
     ids = torch.empty_strided((3, 1, 4), table, dtype=torch.int32, device="meta")
     kv = SimpleNamespace(key=tokens, value=tokens, page_table=ids)
-    return SimpleNamespace(kv=kv, out=torch.empty(0))
+    return SimpleNamespace(kv=kv, out=torch.empty(0), qo_indptr=None)
 
 
 @pytest.mark.parametrize(

@@ -353,7 +353,7 @@ def _decode_capacity() -> tuple[DecodeCase, ...]:
 
 def _decode_invariant() -> tuple[DecodeCase, ...]:
     """Each case without and with bits that do not depend on the rest of the batch."""
-    rows = (_DECODE_ROWS[11], _DECODE_ROWS[2], _DECODE_ROWS[10])
+    rows = (_DECODE_ROWS[index] for index in (11, 2, 10, 4, 5))
     return tuple(
         replace(_decode_case(row), batch_invariant=invariant)
         for row in rows

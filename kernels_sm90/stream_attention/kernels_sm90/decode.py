@@ -1,7 +1,8 @@
 """The route `sm90_decode`: exact decode and verify by `csrc/decode.cu`, one launch a call.
 
 No plan step: every block cuts the work from the lengths itself, so one captured graph serves every
-length mix up to the capacity. `csrc/decode_kernel.cuh` has the algorithm.
+length mix up to the capacity. `csrc/decode_kernel.cuh` has the algorithm. With `batch_invariant`
+sums are made in the order of a tree that each request has for itself (`csrc/decode_invariant.cuh`).
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ def functions(library: NativeLibrary = LIBRARY) -> Any:
         ("part_begin", (int32, int32, int32), int32),
         ("divide", (int32, int32), int32),
         ("slice_log2", (int32, int32), int32),
+        ("nodes", (*[int32] * 4, ctypes.c_void_p), None),
+        ("node_begin", (int32,) * 5, int32),
+        ("node", (*[int32] * 5, *[ctypes.c_void_p] * 3), None),
     ):
         function = getattr(handle, f"stream_attention_decode_{name}")
         function.argtypes, function.restype = arguments, result
@@ -100,6 +104,7 @@ def shape_params(problem: AttentionProblem) -> DecodeParams:
     params.window_left = -1 if window is None else min(window, (1 << 31) - 1)
     params.sm_scale = problem.sm_scale
     params.soft_cap = problem.logits_soft_cap or 0.0
+    params.batch_invariant = int(problem.batch_invariant)
     return params
 
 
@@ -246,10 +251,6 @@ def _library_reason(problem: AttentionProblem, device: DeviceFacts) -> str | Non
 def _serving_reason(problem: AttentionProblem, device: DeviceFacts) -> str | None:
     if problem.differentiable or problem.mask is not None:
         return "differentiable or mask: serves neither; use stream_attention.train or prefill"
-    if problem.batch_invariant:
-        return (
-            "batch_invariant=True: cuts follow the lengths of the batch; use batch_invariant=False"
-        )
     return None
 
 
@@ -337,13 +338,15 @@ RULES = (
 def estimate_us(problem: AttentionProblem, device: DeviceFacts) -> float:
     """Launch, tail and merge, and the K/V bytes at what the kernel reaches on an H200.
 
-    Rows beyond those that a block takes read K and V again, from L2.
+    Rows beyond those that a block takes read K and V again, from L2. Not counted with
+    `batch_invariant`: whoever else is in the batch, the choice between routes must be the same.
     """
     kv_bytes = problem.batch * problem.kv_capacity * problem.kv_token_bytes
     dim, rows = problem.head_dim_qk, problem.max_qo_len * problem.gqa_group_size
     widened = problem.kv_dtype == KV_DTYPES[-1]
     together = 8 if dim > 192 else 16 if widened or dim > 128 else 32
-    return 6.0 + -(-rows // together) * kv_bytes / 4.4e6
+    groups = 1 if problem.batch_invariant else -(-rows // together)
+    return 6.0 + groups * kv_bytes / 4.4e6
 
 
 def build(
@@ -352,9 +355,15 @@ def build(
     device: DeviceFacts,
     bound: BoundTensors,
 ) -> DecodeLaunch:
-    """A launch; `UnsupportedProblem` for a pool without pages, an output not aligned to 8, or
-    strides past what the kernel counts: 64 GiB in K and V, 2^32 elements in the page table.
+    """A launch; `UnsupportedProblem` for a pool without pages, an output not aligned to 8, strides
+    past what the kernel counts (64 GiB in K and V, 2^32 elements in the page table), or packed
+    queries that are batch-invariant: the same request beside one of more queries is not served.
     """
+    if problem.batch_invariant and bound.qo_indptr is not None:
+        raise UnsupportedProblem(
+            "qo_indptr with batch_invariant=True: among requests of other numbers of queries the "
+            "bits would be another route's; use q of [batch, queries, num_qo_heads, head_dim]"
+        )
     if bound.kv.key.numel() == 0:
         raise UnsupportedProblem(f"key.shape={tuple(bound.kv.key.shape)}: the pool holds no page")
     if bound.out.data_ptr() % 8:

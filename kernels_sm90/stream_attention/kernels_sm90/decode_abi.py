@@ -24,7 +24,7 @@ class DecodeParams(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("capacity", "page_size", "head_dim", "dtype")),
         *((name, ctypes.c_int32) for name in ("kv_dtype", "causal", "window_left")),
         *((name, ctypes.c_float) for name in ("sm_scale", "soft_cap")),
-        ("num_pages", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("num_pages", "batch_invariant")),
     ]
 
 

@@ -1,0 +1,184 @@
+// Batch-invariant requests: the fold of a request's spans, and the exchange of what blocks fold.
+//
+// Every span begins with a fresh state and ends with a merge of the warps. The states of spans are
+// the leaves of one tree (`decode_schedule.h`), whose shape depends on the request alone. A block
+// folds the nodes that are wholly its own, like the carries of a binary counter, and hands out
+// nodes of one level; who merges a slice of the answer goes on with the same tree. So blocks, cuts
+// and slices change where a sum is made, and never which sums are made.
+#ifndef STREAM_ATTENTION_DECODE_INVARIANT_CUH_
+#define STREAM_ATTENTION_DECODE_INVARIANT_CUH_
+
+#include "decode_query.cuh"
+
+namespace stream_attention {
+
+// Scratch: the nodes that blocks hand out, where a head has several blocks, and behind them what
+// blocks have folded so far. A block has a place for every vector of each of its nodes: outputs of
+// all nodes, then maxima and sums of all. As in decode_exchange.cuh, a reader empties what it took.
+__host__ __device__ constexpr int64_t node_floats(int grid, int blocks_per_head, int vectors) {
+  return blocks_per_head > 1 ? int64_t{6} * grid * kMostNodes * vectors : 0;
+}
+
+// By level, then block, then vector: outputs of a level, then maxima and sums.
+__host__ __device__ constexpr int64_t fold_floats(int grid, int vectors, int levels) {
+  return int64_t{6} * grid * vectors * levels;
+}
+
+// Levels of the tree of a request of up to `count` tiles, above its leaves.
+__host__ __device__ inline int levels_of(int count) {
+  int levels = 0;
+  while (levels < kMostLevels && kFewestSpanTiles << levels < count) ++levels;
+  return levels;
+}
+
+// Where a warp is, in shared memory for want of registers.
+struct Turn {
+  Seen seen;
+  int last;    // `in_request` of the last tile of the span at hand
+  int merges;  // ends of spans behind it
+};
+
+template <class T, class E, class Shape, bool kWholePages>
+class DecodeSpans : protected DecodeQuery<T, E, Shape, kWholePages> {
+ protected:
+  using Query = DecodeQuery<T, E, Shape, kWholePages>;
+  using Query::N, Query::kVectorsPerRow, Query::launch, Query::p, Query::lane, Query::warp;
+  using Query::control;
+  static constexpr int kVectors = N * kVectorsPerRow;
+
+  using Query::Query;
+
+  // The blocks that have nodes of the request at `at`, of which this block has the one at `at`.
+  __device__ __forceinline__ SharedNodes sharers(const Cursor& at, bool, const Range& range) const {
+    const EqualCuts equal(range.total, launch.blocks);
+    const RequestTiles tiles = tiles_of<Shape>(p, at.kv_len);
+    SharedNodes shared{at.request, 0, 0, 0, NodeCuts(equal, range.before, tiles.count)};
+    const NodeCuts& cuts = shared.cuts;
+    shared.parts = cuts.sharers();
+    shared.slice = cuts.sharer((at.tile - tiles.first) / cuts.nodes.tiles);
+    shared.log2_size = slice_log2(control.live_rows * kVectorsPerRow, shared.parts);
+    return shared;
+  }
+
+  // The nodes of a block of the same head.
+  __device__ __forceinline__ Region nodes_of(int block) const {
+    const int blocks = static_cast<int>(launch.blocks.divisor);
+    constexpr int kItems = kMostNodes * kVectors;
+    const int64_t index = control.lead * blocks + block;
+    return Region(p.scratch + index * (6 * kItems), kItems);
+  }
+
+  // Where this thread keeps a vector of a node of the fold.
+  __device__ __forceinline__ Region folded(int level) const {
+    const int blocks = static_cast<int>(launch.blocks.divisor), grid = gridDim.x;
+    const int64_t items = int64_t{grid} * kVectors;
+    Region region(p.scratch + node_floats(grid, blocks, kVectors) + 6 * items * level, items);
+    region.outs += blockIdx.x * kVectors;
+    region.sums += blockIdx.x * kVectors;
+    return region;
+  }
+
+  // The state of four columns of a row, the `vector`-th of the block's, over the span that ends
+  // `in_request` - 1 tiles before the request. Nodes that end with it are folded; the request's
+  // answer is written, a node that other blocks need is handed out.
+  __device__ __forceinline__ void give(const SharedNodes& shared, int in_request, int vector,
+                                       State state) const {
+    const NodeCuts& cuts = shared.cuts;
+    const int span = (cuts.count - in_request) / cuts.nodes.span;
+    const bool whole = shared.parts == 1, last = in_request == 1;
+    const int levels = whole ? kMostLevels : cuts.nodes.level;
+#pragma unroll 1
+    for (int level = 0; level < levels; ++level) {
+      const Region at = folded(level);
+      if ((span >> level) % 2 != 0) {
+        const float4 out = at.outs[vector];
+        const float2 sums = at.sums[vector];
+        state = add_rounded(State{out, sums.x, sums.y}, state);
+      } else if (!last) {
+        at.outs[vector] = state.out;
+        at.sums[vector] = make_float2(state.top, state.sum);
+        return;
+      }
+    }
+    if (whole) {
+      this->write(shared.request, vector, state);
+    } else {
+      const int place = cuts.place(span >> levels, control.block);
+      nodes_of(control.block).publish(place * kVectors + vector, state);
+    }
+  }
+
+  // Waits for `count` (up to two) items a lane, empties their places and adds them. Lanes without
+  // an item have what means nothing. All lanes wait together, as in `Region::take`.
+  static __device__ __forceinline__ State take(int count, const Region (&from)[2],
+                                               const int (&items)[2]) {
+    uint32_t a[6], b[6];
+    bool ready;
+    do {
+      if (count > 0) from[0].load(items[0], a);
+      if (count > 1) from[1].load(items[1], b);
+      ready = (count < 1 || Region::is_present(a)) && (count < 2 || Region::is_present(b));
+    } while (!__all_sync(0xffffffffu, ready));
+    const uint32_t absent[6] = {kAbsent, kAbsent, kAbsent, kAbsent, kAbsent, kAbsent};
+    State state = empty_state();
+    if (count > 0) {
+      from[0].store(items[0], absent);
+      state = Region::state_of(a);
+    }
+    if (count > 1) {
+      from[1].store(items[1], absent);
+      state = add_rounded(state, Region::state_of(b));
+    }
+    return state;
+  }
+
+  // The root of the tree over the states of `held` lanes, `apart` lanes from each other, in the
+  // first of them.
+  static __device__ __forceinline__ void fold_lanes(State& state, int lane_node, int held,
+                                                    int lanes, int apart) {
+#pragma unroll 1
+    for (int step = 1; step < lanes; step *= 2) {
+      const auto right = [&](float x) { return __shfl_down_sync(0xffffffffu, x, step * apart); };
+      const State other{make_float4(right(state.out.x), right(state.out.y), right(state.out.z),
+                                    right(state.out.w)),
+                        right(state.top), right(state.sum)};
+      // A lane that is no node's first goes on with what nobody reads.
+      if (lane_node + step < held) state = add_rounded(state, other);
+    }
+  }
+
+  // This block's slice of the answer of a shared request. A warp takes a few vectors, its lanes the
+  // nodes of each, or pairs of nodes where they are more than lanes.
+  __device__ void merge_slice(const SharedNodes& shared) const {
+    const NodeCuts& cuts = shared.cuts;
+    const int vectors = control.live_rows * kVectorsPerRow, size = 1 << shared.log2_size;
+    const int begin = shared.slice << shared.log2_size;
+    const int nodes = cuts.nodes.count, each = nodes > 32 ? 2 : 1;
+    const int held = (nodes + each - 1) / each;
+    int lanes = 32;
+    while (lanes / 2 >= held && 32 / lanes < size) lanes /= 2;
+    const int columns = 32 / lanes, lane_node = lane / columns;
+    Region from[2] = {nodes_of(0), nodes_of(0)};
+    int places[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int node = lane_node * each + i;
+      if (i >= each || node >= nodes) continue;
+      const int owner = cuts.owner(node);
+      from[i] = nodes_of(owner);
+      places[i] = cuts.place(node, owner) * kVectors;
+    }
+    for (int round = warp * columns; round < size; round += Shape::kWarps * columns) {
+      const int vector = begin + round + lane % columns;
+      const int left = vector < vectors ? nodes - lane_node * each : 0;
+      const int items[2] = {places[0] + vector, places[1] + vector};
+      State state = take(min(max(left, 0), each), from, items);
+      fold_lanes(state, lane_node, held, lanes, columns);
+      if (lane < columns && vector < vectors) this->write(shared.request, vector, state);
+    }
+  }
+};
+
+}  // namespace stream_attention
+
+#endif  // STREAM_ATTENTION_DECODE_INVARIANT_CUH_
