@@ -35,13 +35,15 @@ class DecodeQuery : protected DecodeWork<T, E, Shape, kWholePages> {
   // Copies the packed rows of q of a request, zeros for rows past the last one. The copies belong
   // to the group that is committed next.
   __device__ __forceinline__ void copy_query(int request) const {
+    // Not in a uniform register: ptxas 13.0 then makes illegal copies (`[R1+UR0], desc[UR1]`).
+    const uint32_t target = computed_once(queries(request));
 #pragma unroll
     for (int i = 0; i < kQueryTurns; ++i) {
       const int index = threadIdx.x + i * Shape::kThreads;
       const int row = index / (D / 8), piece = index % (D / 8);
       if (N * D / 8 % Shape::kThreads != 0 && row >= N) break;
       const bool live = row < control.live_rows;
-      copy_async(queries(request) + Shape::Query::offset(row, piece),
+      copy_async(target + Shape::Query::offset(row, piece),
                  query_row(request, control.row_start + (live ? row : 0)) + piece * 8,
                  live ? 16 : 0, this->policy);
     }
