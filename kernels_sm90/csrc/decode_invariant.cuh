@@ -13,8 +13,9 @@
 namespace stream_attention {
 
 // Scratch: the nodes that blocks hand out, where a head has several blocks, and behind them what
-// blocks have folded so far. A block has a place for every vector of each of its nodes: outputs of
-// all nodes, then maxima and sums of all. As in decode_exchange.cuh, a reader empties what it took.
+// blocks have folded so far above the lowest level. A block has places for every vector of each of
+// its nodes; outputs of all blocks come first, then maxima and sums of all. As in
+// decode_exchange.cuh, a reader empties what it took.
 __host__ __device__ constexpr int64_t node_floats(int grid, int blocks_per_head, int vectors) {
   return blocks_per_head > 1 ? int64_t{6} * grid * kMostNodes * vectors : 0;
 }
@@ -24,11 +25,11 @@ __host__ __device__ constexpr int64_t fold_floats(int grid, int vectors, int lev
   return int64_t{6} * grid * vectors * levels;
 }
 
-// Levels of the tree of a request of up to `count` tiles, above its leaves.
+// Levels of the fold of a request of up to `count` tiles that lie in scratch.
 __host__ __device__ inline int levels_of(int count) {
   int levels = 0;
   while (levels < kMostLevels && kFewestSpanTiles << levels < count) ++levels;
-  return levels;
+  return levels > 0 ? levels - 1 : 0;
 }
 
 // Where a warp is, in shared memory for want of registers.
@@ -46,7 +47,8 @@ class DecodeSpans : protected DecodeQuery<T, E, Shape, kWholePages> {
   using Query::control;
   static constexpr int kVectors = N * kVectorsPerRow;
 
-  using Query::Query;
+  __device__ __forceinline__ DecodeSpans(const DecodeLaunch& launched, char* shared)
+      : Query(launched, shared), memory(shared) {}
 
   // The blocks that have nodes of the request at `at`, of which this block has the one at `at`.
   __device__ __forceinline__ SharedNodes sharers(const Cursor& at, bool, const Range& range) const {
@@ -60,19 +62,38 @@ class DecodeSpans : protected DecodeQuery<T, E, Shape, kWholePages> {
     return shared;
   }
 
-  // The nodes of a block of the same head.
-  __device__ __forceinline__ Region nodes_of(int block) const {
+  // The nodes that all blocks hand out.
+  __device__ __forceinline__ Region handed_out() const {
+    return Region(p.scratch, int64_t{gridDim.x} * (kMostNodes * kVectors));
+  }
+
+  // Of a request of the block's range, where the items of its nodes begin in `handed_out`. More than
+  // the first and the last request are not shared.
+  __device__ __forceinline__ int* items_of(int request) const {
+    int* const items = reinterpret_cast<int*>(memory + Shape::kItemsAt);
+    return items + (request == control.first_request ? 0 : kMostSpans);
+  }
+
+  // Finds them for the request at hand, which one thread has noted, by one warp: long before they
+  // are used, for it takes several divisions.
+  __device__ __forceinline__ void note_items() const {
+    __syncwarp();
+    const SharedNodes& shared = control.current;
+    if (shared.parts == 1) return;
+    int* const items = items_of(shared.request);
     const int blocks = static_cast<int>(launch.blocks.divisor);
-    constexpr int kItems = kMostNodes * kVectors;
-    const int64_t index = control.lead * blocks + block;
-    return Region(p.scratch + index * (6 * kItems), kItems);
+    for (int node = lane; node < shared.cuts.nodes.count; node += 32) {
+      const int owner = shared.cuts.owner(node), place = shared.cuts.place(node, owner);
+      items[node] = ((control.lead * blocks + owner) * kMostNodes + place) * kVectors;
+    }
   }
 
   // Where this thread keeps a vector of a node of the fold.
   __device__ __forceinline__ Region folded(int level) const {
+    if (level == 0) return Region(reinterpret_cast<float*>(memory + Shape::kFoldAt), kVectors);
     const int blocks = static_cast<int>(launch.blocks.divisor), grid = gridDim.x;
     const int64_t items = int64_t{grid} * kVectors;
-    Region region(p.scratch + node_floats(grid, blocks, kVectors) + 6 * items * level, items);
+    Region region(p.scratch + node_floats(grid, blocks, kVectors) + 6 * items * (level - 1), items);
     region.outs += blockIdx.x * kVectors;
     region.sums += blockIdx.x * kVectors;
     return region;
@@ -103,33 +124,49 @@ class DecodeSpans : protected DecodeQuery<T, E, Shape, kWholePages> {
     if (whole) {
       this->write(shared.request, vector, state);
     } else {
-      const int place = cuts.place(span >> levels, control.block);
-      nodes_of(control.block).publish(place * kVectors + vector, state);
+      handed_out().publish(items_of(shared.request)[span >> levels] + vector, state);
     }
   }
 
-  // Waits for `count` (up to two) items a lane, empties their places and adds them. Lanes without
-  // an item have what means nothing. All lanes wait together, as in `Region::take`.
-  static __device__ __forceinline__ State take(int count, const Region (&from)[2],
-                                               const int (&items)[2]) {
-    uint32_t a[6], b[6];
+  // Nodes that a lane reads at once.
+  static constexpr int kMostTaken = 4;
+
+  // Waits for the first `count` of a lane's items, empties their places and adds them up as the tree
+  // does. Lanes without an item have what means nothing. All lanes wait together, as in
+  // `Region::take`.
+  static __device__ __forceinline__ State take(const Region& from, int count,
+                                               const int (&items)[kMostTaken]) {
+    uint32_t words[kMostTaken][6];
     bool ready;
     do {
-      if (count > 0) from[0].load(items[0], a);
-      if (count > 1) from[1].load(items[1], b);
-      ready = (count < 1 || Region::is_present(a)) && (count < 2 || Region::is_present(b));
+      ready = true;
+#pragma unroll
+      for (int i = 0; i < kMostTaken; ++i) {
+        if (i < count) from.load(items[i], words[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kMostTaken; ++i) {
+        if (i < count) ready = ready && Region::is_present(words[i]);
+      }
     } while (!__all_sync(0xffffffffu, ready));
     const uint32_t absent[6] = {kAbsent, kAbsent, kAbsent, kAbsent, kAbsent, kAbsent};
-    State state = empty_state();
-    if (count > 0) {
-      from[0].store(items[0], absent);
-      state = Region::state_of(a);
+    State states[kMostTaken];
+#pragma unroll
+    for (int i = 0; i < kMostTaken; ++i) {
+      states[i] = empty_state();
+      if (i < count) {
+        from.store(items[i], absent);
+        states[i] = Region::state_of(words[i]);
+      }
     }
-    if (count > 1) {
-      from[1].store(items[1], absent);
-      state = add_rounded(state, Region::state_of(b));
+#pragma unroll
+    for (int step = 1; step < kMostTaken; step *= 2) {
+#pragma unroll
+      for (int i = 0; i + step < kMostTaken; i += 2 * step) {
+        if (i + step < count) states[i] = add_rounded(states[i], states[i + step]);
+      }
     }
-    return state;
+    return states[0];
   }
 
   // The root of the tree over the states of `held` lanes, `apart` lanes from each other, in the
@@ -147,36 +184,32 @@ class DecodeSpans : protected DecodeQuery<T, E, Shape, kWholePages> {
     }
   }
 
-  // This block's slice of the answer of a shared request. A warp takes a few vectors, its lanes the
-  // nodes of each, or pairs of nodes where they are more than lanes.
+  // This block's slice of the answer of a shared request. A warp takes some vectors side by side,
+  // whose items are neighbours in memory, its lanes up to four nodes of each.
   __device__ void merge_slice(const SharedNodes& shared) const {
-    const NodeCuts& cuts = shared.cuts;
     const int vectors = control.live_rows * kVectorsPerRow, size = 1 << shared.log2_size;
     const int begin = shared.slice << shared.log2_size;
-    const int nodes = cuts.nodes.count, each = nodes > 32 ? 2 : 1;
+    const int nodes = shared.cuts.nodes.count, each = nodes > 32 ? 4 : nodes > 16 ? 2 : 1;
     const int held = (nodes + each - 1) / each;
     int lanes = 32;
     while (lanes / 2 >= held && 32 / lanes < size) lanes /= 2;
     const int columns = 32 / lanes, lane_node = lane / columns;
-    Region from[2] = {nodes_of(0), nodes_of(0)};
-    int places[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int node = lane_node * each + i;
-      if (i >= each || node >= nodes) continue;
-      const int owner = cuts.owner(node);
-      from[i] = nodes_of(owner);
-      places[i] = cuts.place(node, owner) * kVectors;
-    }
+    const Region from = handed_out();
+    const int* const of_nodes = items_of(shared.request) + lane_node * each;
     for (int round = warp * columns; round < size; round += Shape::kWarps * columns) {
       const int vector = begin + round + lane % columns;
       const int left = vector < vectors ? nodes - lane_node * each : 0;
-      const int items[2] = {places[0] + vector, places[1] + vector};
-      State state = take(min(max(left, 0), each), from, items);
+      const int count = min(max(left, 0), each);
+      int items[kMostTaken];
+#pragma unroll
+      for (int i = 0; i < kMostTaken; ++i) items[i] = i < count ? of_nodes[i] + vector : 0;
+      State state = take(from, count, items);
       fold_lanes(state, lane_node, held, lanes, columns);
       if (lane < columns && vector < vectors) this->write(shared.request, vector, state);
     }
   }
+
+  char* memory;  // shared
 };
 
 }  // namespace stream_attention

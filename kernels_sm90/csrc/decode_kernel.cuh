@@ -52,6 +52,9 @@ class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
       control.first_request = at.request;
       begin_request(at, range);
     }
+    if constexpr (kInvariant) {
+      if (warp == 0) this->note_items();
+    }
     int slot = 0;
     // Whether the slot before this one is not filled again yet: other warps may be reading it.
     bool held = false;
@@ -64,6 +67,9 @@ class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
         if (control.current.parts > 1) control.owed = control.current;
         control.range.before += control.request_tiles;
         begin_request(at, control.range);
+      }
+      if constexpr (kInvariant) {
+        if (held && warp == 0 && begins_request(at)) this->note_items();
       }
       place = this->look_up(ahead);
       held = ends_span(at);

@@ -135,18 +135,26 @@ STREAM_ATTENTION_BOTH int span_tiles(int count) {
   return tiles < kFewestSpanTiles ? kFewestSpanTiles : tiles;
 }
 
-// How a request of `count` tiles is parted among blocks: into nodes of one level of its tree, each
-// whole in one block. A node has at most a quarter of a block's share of tiles, if a span has.
+// How a request of `count` tiles behind `before` others is parted among blocks: into nodes of one
+// level of its tree, each whole in one block. A node has at most a quarter of a block's share of
+// tiles, if a span has: so far a range may grow. Where the equal cuts already lie at larger nodes,
+// those are taken.
 struct Nodes {
   int span;   // tiles of a span
   int level;  // of the nodes
   int tiles;  // of a node
   int count;  // nodes of the request
 
-  STREAM_ATTENTION_BOTH static Nodes of(int count, int share) {
+  STREAM_ATTENTION_BOTH static Nodes of(const EqualCuts& cuts, int before, int count) {
     Nodes nodes{span_tiles(count), 0, 0, 0};
-    while (nodes.level < kMostLevels && nodes.span <= share / 4 >> (nodes.level + 1)) {
+    while (nodes.level < kMostLevels && nodes.span <= cuts.share / 4 >> (nodes.level + 1)) {
       ++nodes.level;
+    }
+    if (cuts.extra == 0 && cuts.share % nodes.span == 0 && before % nodes.span == 0) {
+      const int spans = cuts.share / nodes.span | before / nodes.span;
+      int level = 0;
+      while (level < kMostLevels && (spans >> level) % 2 == 0) ++level;
+      if (level > nodes.level) nodes.level = level;
     }
     nodes.tiles = nodes.span << nodes.level;
     nodes.count = (count - 1) / nodes.tiles + 1;
@@ -163,7 +171,7 @@ struct NodeCuts {
   Nodes nodes;
 
   STREAM_ATTENTION_BOTH NodeCuts(const EqualCuts& equal, int tiles_before, int tiles)
-      : cuts(equal), before(tiles_before), count(tiles), nodes(Nodes::of(tiles, equal.share)) {}
+      : cuts(equal), before(tiles_before), count(tiles), nodes(Nodes::of(equal, tiles_before, tiles)) {}
 
   // The first node at or behind the equal cut in front of `block`.
   STREAM_ATTENTION_BOTH int first_node(int block) const {

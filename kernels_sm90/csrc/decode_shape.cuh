@@ -5,6 +5,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "decode_schedule.h"
+
 namespace stream_attention {
 
 // Rows of 16-byte pieces, so that eight neighbouring rows' equal pieces lie in different banks:
@@ -64,10 +66,15 @@ struct DecodeShape {
   static_assert(4 * kMergeRows * kMergeStride <= kChunkBytes, "a state takes a chunk's place");
   static constexpr int kSumBytes = 8 * kMergeRows * kWarps;
   static constexpr int kControlBytes = kInvariant ? 160 : 96;
+  // Batch-invariant: where warps are, what the block has folded on the lowest level, and where nodes
+  // of its first and last request lie.
   static constexpr int kTurnBytes = kInvariant ? 16 * kWarps : 0;
+  static constexpr int kFoldBytes = kInvariant ? 24 * N * D / 4 : 0;
+  static constexpr int kItemBytes = kInvariant ? 2 * 4 * kMostSpans : 0;
   static constexpr int kSearchBytes = 4 * (kThreads + kWarps + 4);
   static constexpr int kFixedBytes =
-      2 * kQueryBytes + kSumBytes + kControlBytes + kTurnBytes + kSearchBytes;
+      2 * kQueryBytes + kSumBytes + kControlBytes + kTurnBytes + kFoldBytes + kItemBytes +
+      kSearchBytes;
   // The ring has an odd number of slots: K and V of kAhead tiles, and K of one more. An even number
   // in between (four slots of head_dim 80 and 96, six of many rows) is slower by 1 to 3 %.
   static constexpr int kFitting = (kMostBytes - kFixedBytes) / kSlotBytes;
@@ -79,7 +86,10 @@ struct DecodeShape {
   static constexpr int kSumsAt = kQueryAt + 2 * kQueryBytes;
   static constexpr int kControlAt = kSumsAt + kSumBytes;
   static constexpr int kTurnsAt = kControlAt + kControlBytes;
-  static constexpr int kSearchAt = kTurnsAt + kTurnBytes;
+  static constexpr int kFoldAt = kTurnsAt + kTurnBytes;
+  static constexpr int kItemsAt = kFoldAt + kFoldBytes;
+  static_assert(kFoldAt % 16 == 0, "a state is read in vectors");
+  static constexpr int kSearchAt = kItemsAt + kItemBytes;
   static constexpr int kSharedBytes = kSearchAt + kSearchBytes;
 };
 
