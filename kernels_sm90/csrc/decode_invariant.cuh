@@ -67,8 +67,8 @@ class DecodeSpans : protected DecodeQuery<T, E, Shape, kWholePages> {
     return Region(p.scratch, int64_t{gridDim.x} * (kMostNodes * kVectors));
   }
 
-  // Of a request of the block's range, where the items of its nodes begin in `handed_out`. More than
-  // the first and the last request are not shared.
+  // Of a request of the block's range, where the items of its nodes begin in `handed_out`. Requests
+  // between the first and the last one are not shared.
   __device__ __forceinline__ int* items_of(int request) const {
     int* const items = reinterpret_cast<int*>(memory + Shape::kItemsAt);
     return items + (request == control.first_request ? 0 : kMostSpans);
@@ -131,8 +131,8 @@ class DecodeSpans : protected DecodeQuery<T, E, Shape, kWholePages> {
   // Nodes that a lane reads at once.
   static constexpr int kMostTaken = 4;
 
-  // Waits for the first `count` of a lane's items, empties their places and adds them up as the tree
-  // does. Lanes without an item have what means nothing. All lanes wait together, as in
+  // Waits for the first `count` of a lane's items, empties their places and adds them up as the
+  // tree does. Lanes without an item have what means nothing. All lanes wait together, as in
   // `Region::take`.
   static __device__ __forceinline__ State take(const Region& from, int count,
                                                const int (&items)[kMostTaken]) {

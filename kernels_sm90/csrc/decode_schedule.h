@@ -171,7 +171,10 @@ struct NodeCuts {
   Nodes nodes;
 
   STREAM_ATTENTION_BOTH NodeCuts(const EqualCuts& equal, int tiles_before, int tiles)
-      : cuts(equal), before(tiles_before), count(tiles), nodes(Nodes::of(equal, tiles_before, tiles)) {}
+      : cuts(equal),
+        before(tiles_before),
+        count(tiles),
+        nodes(Nodes::of(equal, tiles_before, tiles)) {}
 
   // The first node at or behind the equal cut in front of `block`.
   STREAM_ATTENTION_BOTH int first_node(int block) const {

@@ -66,8 +66,8 @@ struct DecodeShape {
   static_assert(4 * kMergeRows * kMergeStride <= kChunkBytes, "a state takes a chunk's place");
   static constexpr int kSumBytes = 8 * kMergeRows * kWarps;
   static constexpr int kControlBytes = kInvariant ? 160 : 96;
-  // Batch-invariant: where warps are, what the block has folded on the lowest level, and where nodes
-  // of its first and last request lie.
+  // Batch-invariant: where warps are, what the block has folded on the lowest level, and where
+  // nodes of its first and last request lie.
   static constexpr int kTurnBytes = kInvariant ? 16 * kWarps : 0;
   static constexpr int kFoldBytes = kInvariant ? 24 * N * D / 4 : 0;
   static constexpr int kItemBytes = kInvariant ? 2 * 4 * kMostSpans : 0;
