@@ -46,9 +46,13 @@ _LINK_FLAGS = [
 ]
 
 # Compile times differ from run to run; the rest of the report does not.
+# nvcc names its temporary files by its process number, which is the same in every sandbox: in a
+# common /tmp two compilations would take each other's files. Bazel puts a TMPDIR of its own over
+# one that is given in `env`.
 _COMPILE = """\
 set -eu
 report=$1; shift
+export TMPDIR=$(dirname "$report")
 if ! "$@" > "$report.raw" 2>&1; then cat "$report.raw" >&2; exit 1; fi
 sed '/Compile time = /d' "$report.raw" > "$report"
 rm "$report.raw"
@@ -126,9 +130,7 @@ def _cuda_shared_library_impl(ctx):
             arguments = [arguments],
             inputs = depset([source], transitive = [inputs]),
             outputs = [object_file, report],
-            # nvcc names its temporary files by its process number, which is the same in every
-            # sandbox: in a common /tmp two compilations would take each other's files.
-            env = dict(environment, TMPDIR = object_file.dirname),
+            env = environment,
             mnemonic = "CudaCompile",
             progress_message = "Compiling %s for %s" % (source.short_path, ctx.attr.archs),
         )
