@@ -200,6 +200,7 @@ cudaError_t load(PreparedDecode& call) {
 template <class Chosen>
 int prepare(const DecodeCall& asked) {
   const StreamAttentionDecodeParams& p = *asked.params;
+  if (!countable<Chosen>(p)) return STREAM_ATTENTION_DECODE_BAD_SHAPE;
   const StreamAttentionDecodeGeometry g = geometry_of<Chosen>(p, asked.num_sms);
   const int fault = check_pointers(p, g);
   if (fault != STREAM_ATTENTION_OK) return fault;

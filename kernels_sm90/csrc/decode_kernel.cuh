@@ -199,7 +199,9 @@ class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
 
   // How many tiles a block has left when it lets the next launch's blocks come: halfway. They must
   // find a block of this launch on every SM, else two of them share one and the launch takes up to
-  // a sixth longer; and what they ask for should not come ahead of most of this launch's tokens.
+  // a sixth longer; and what they ask for should not come ahead of most of this launch's tokens. It
+  // is a matter of speed alone: of a wrong hint, or of more requests than hints are read for, they
+  // may come at once or when the block ends.
   static __device__ __forceinline__ int release_point(int tiles) { return max(tiles / 2, 2); }
 
   // The state of the request at hand, or of a span of it: nothing seen.

@@ -120,14 +120,23 @@ def test_packed_queries_that_are_batch_invariant_are_refused():
 
 
 def test_a_batch_invariant_problem_has_the_same_best_route_in_any_batch():
-    portable = find_record("triton")
-    for batch, queries, capacity in itertools.product((1, 7, 500), (1, 5, 16), (16, 4096, 1 << 20)):
-        asked = problem(
-            batch=batch, total_qo_len=batch * queries, max_qo_len=queries, kv_capacity=capacity
-        )
-        invariant = dataclasses.replace(asked, batch_invariant=True)
-        assert decode.estimate_us(invariant, H200) < portable.estimate_us(invariant, H200)
-        assert decode.estimate_us(invariant, H200) <= decode.estimate_us(asked, H200)
+    portable = [find_record(name) for name in ("triton", "torch")]
+    shapes = itertools.product((1, 7, 500), (1, 5, 16), (16, 4096, 1 << 19, 1 << 20))
+    for batch, queries, capacity in shapes:
+        for window in (None, 0, 1000, 4096, 1 << 20):
+            asked = problem(
+                batch=batch, total_qo_len=batch * queries, max_qo_len=queries, kv_capacity=capacity,
+                window_left=window, batch_invariant=True,
+            )  # fmt: skip
+            others = [record.estimate_us(asked, H200) for record in portable]
+            assert decode.estimate_us(asked, H200) < min(others), asked
+
+
+def test_what_a_window_hides_is_not_estimated():
+    asked = problem(kv_capacity=1 << 20, window_left=999)
+    shown = problem(kv_capacity=1000, window_left=999)
+    assert decode.estimate_us(asked, H200) == decode.estimate_us(shown, H200)
+    assert decode.estimate_us(problem(kv_capacity=1 << 20), H200) > decode.estimate_us(asked, H200)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
@@ -232,8 +241,9 @@ def test_the_library_refuses_more_tiles_than_it_counts():
     status = decode.functions().stream_attention_decode_geometry(
         params, 132, decode.DecodeGeometry()
     )
-    with pytest.raises(NativeLaunchError, match="tiles of the batch: below"):
-        decode.check("stream_attention_decode_geometry", status)
+    for refused in (status, prepare(params, 132)):
+        with pytest.raises(NativeLaunchError, match="tiles of the batch: below"):
+            decode.check("stream_attention_decode", refused)
 
 
 def test_strides_of_single_elements_count_as_nothing():

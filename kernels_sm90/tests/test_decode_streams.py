@@ -22,6 +22,7 @@ DEVICE = "cuda"
 RECORD = decode.RECORD
 WAIT_SECONDS = 60
 NUM_STATES = 6
+INVARIANT = pytest.mark.parametrize("invariant", [False, True])
 WIDE = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim_qk": decode.HEAD_DIMS[-1]}
 
 # Pairs that run at the same time. Grids that fill the device each compete for its SMs.
@@ -82,9 +83,9 @@ class Plan:
     A state is q and kv_lens. `differing` counts, on the device, bytes that are not as expected.
     """
 
-    def __init__(self, case, seed):
+    def __init__(self, case, seed, **options):
         self.built = build(case, seed, DEVICE)
-        self.step, self.described = launch(RECORD, self.built)
+        self.step, self.described = launch(RECORD, self.built, **options)
         bound = self.described.bound
         self.outputs = (bound.out, bound.lse)
         self.memory = (self.built.q, self.built.cache.sequence_lengths)
@@ -128,11 +129,13 @@ def runner(plan, how):
     return capture(plan.step.run).replay if how == "graph" else plan.step.run
 
 
+@INVARIANT
 @pytest.mark.parametrize("hows", [("eager", "eager"), ("graph", "graph"), ("graph", "eager")])
 @pytest.mark.parametrize("name", sorted(PAIRS))
-def test_two_plans_on_two_streams(name, hows, streams):
+def test_two_plans_on_two_streams(name, hows, invariant, streams):
     """600 launches each, with contents changing, neither differ nor block each other for ever."""
-    plans = [Plan(case, seed) for seed, case in enumerate(PAIRS[name])]
+    pair = enumerate(PAIRS[name])
+    plans = [Plan(case, seed, batch_invariant=invariant) for seed, case in pair]
     runs = [runner(plan, how) for plan, how in zip(plans, hows, strict=True)]
     for turn in range(600):
         for which, stream in enumerate(streams):
@@ -221,11 +224,12 @@ def corrupt(step, described, pattern):
             raw.fill_(pattern)
 
 
+@INVARIANT
 @pytest.mark.parametrize("pattern", [1, 0x7F, 0x80, 0xFF, "noise"])
 @pytest.mark.parametrize("name", ["two_large", "two_long", "two_small"])
-def test_reset_after_an_aborted_launch(name, pattern):
+def test_reset_after_an_aborted_launch(name, pattern, invariant):
     """Whatever is left in the workspace: after `reset()` eager runs and old graphs are right."""
-    plan = Plan(PAIRS[name][1], 0)
+    plan = Plan(PAIRS[name][1], 0, batch_invariant=invariant)
     replay = capture(plan.step.run).replay
     for state in range(NUM_STATES):
         corrupt(plan.step, plan.described, pattern)
@@ -240,11 +244,12 @@ def test_reset_after_an_aborted_launch(name, pattern):
 
 @pytest.mark.parametrize("bits", [-1, 0x7FFF, 0x7F80])  # NaN, all of them set; NaN; bf16's Inf
 @pytest.mark.parametrize("where", ["q", "key", "value"])
-def test_nan_of_one_request_neither_spreads_nor_stays(where, bits):
+@INVARIANT
+def test_nan_of_one_request_neither_spreads_nor_stays(invariant, where, bits):
     """Whatever partial states of NaN look like, no block waits for ever, the next run is right."""
     case = Case(qo_lens=(1,) * 6, kv_lens=(3000,) * 6, spare=0, call="batch", **WIDE)
     built = build(case, 0, DEVICE)
-    step, described = launch(RECORD, built)
+    step, described = launch(RECORD, built, batch_invariant=invariant)
     step.run()
     wait("a clean run")
     want = [t.clone() for t in (described.result(), described.result_lse())]

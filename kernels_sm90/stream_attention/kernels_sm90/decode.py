@@ -338,10 +338,14 @@ RULES = (
 def estimate_us(problem: AttentionProblem, device: DeviceFacts) -> float:
     """Launch, tail and merge, and the K/V bytes at what the kernel reaches on an H200.
 
-    Rows beyond those that a block takes read K and V again, from L2. Not counted with
-    `batch_invariant`: whoever else is in the batch, the choice between routes must be the same.
+    Of a window only what it shows is read. Rows beyond those that a block takes read K and V again,
+    from L2. Not counted with `batch_invariant`: whoever else is in the batch, the choice between
+    routes must be the same.
     """
-    kv_bytes = problem.batch * problem.kv_capacity * problem.kv_token_bytes
+    seen = problem.kv_capacity
+    if problem.window_left is not None:
+        seen = min(seen, problem.window_left + problem.max_qo_len)
+    kv_bytes = problem.batch * seen * problem.kv_token_bytes
     dim, rows = problem.head_dim_qk, problem.max_qo_len * problem.gqa_group_size
     widened = problem.kv_dtype == KV_DTYPES[-1]
     together = 8 if dim > 192 else 16 if widened or dim > 128 else 32
