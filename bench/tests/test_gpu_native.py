@@ -37,3 +37,11 @@ def test_the_host_cost_of_a_native_launch_is_measured():
     assert run.missing == launch.missing == checks.missing == ""
     assert 0 < launch.timing.p50_us < run.timing.p50_us < 1000
     assert 0 < checks.timing.p50_us < run.timing.p50_us
+
+
+def test_a_native_run_without_tokens_costs_the_host_at_most_3_us():
+    """The least of many samples, so that a busy machine cannot raise it."""
+    run, launch, checks = host_cost.native_costs(samples=50)
+    least, *parts = (min(cost.timing.samples_us) for cost in (run, launch, checks))
+    print(f"plan.run(): {least:.2f} us; its launch and its check alone: {parts}")
+    assert least <= run.bar_us == 3.0
