@@ -180,3 +180,12 @@ def test_derived_facts():
     assert not problem.uniform and AttentionProblem(**GOOD).uniform
     assert not problem.has_window
     assert dataclasses.replace(problem, window_left=0).has_window
+
+
+@pytest.mark.parametrize(
+    ("window", "qo_len", "seen"),
+    [(None, 1, 64), (0, 1, 1), (9, 1, 10), (9, 4, 13), (62, 1, 63), (63, 1, 64), (1 << 30, 4, 64)],
+)
+def test_a_window_bounds_the_tokens_that_are_seen(window, qo_len, seen):
+    changes = {"window_left": window, "max_qo_len": qo_len, "total_qo_len": 2 * qo_len}
+    assert AttentionProblem(**{**GOOD, **changes}).kv_tokens_seen == seen

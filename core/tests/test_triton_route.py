@@ -22,7 +22,7 @@ from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord
 from stream_attention.core.routes import triton_config, triton_route
 from stream_attention.core.testing import contract
-from stream_attention.core.testing.checks import H200, check_route, find_record, launch
+from stream_attention.core.testing.checks import H200, bind, check_route, find_record, launch
 from stream_attention.core.testing.hostile import SMALL
 from stream_attention.core.testing.problems import Case, build, random_case
 
@@ -207,3 +207,14 @@ def test_workspace_is_what_the_launch_holds() -> None:
         "attention_split",
         "triton merge_splits",
     ]
+
+
+def test_what_a_window_hides_is_not_estimated():
+    estimate = find_record("triton").estimate_us
+    case = Case(qo_lens=(1,) * 4, kv_lens=(5000,) * 4, spare=0, call="batch")
+    whole = bind(build(case, 0)).problem
+    for shown in (1, 100, 5000):
+        window = dataclasses.replace(whole, window_left=shown - 1)
+        short = dataclasses.replace(whole, kv_capacity=shown)
+        assert estimate(window, H200) == estimate(short, H200) <= estimate(whole, H200)
+    assert estimate(dataclasses.replace(whole, window_left=99), H200) < estimate(whole, H200)

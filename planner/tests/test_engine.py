@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -108,6 +109,24 @@ def test_the_lowest_estimate_wins_and_the_loser_keeps_its_reason():
     (rejection,) = plan.backend_plan.rejections
     assert str(rejection) == "slow: legal, but estimated at 9.0 us against 2.0 us of fast"
     assert plan.info.fallback_reasons == (str(rejection),)
+
+
+def test_no_batch_changes_the_route_of_a_batch_invariant_request():
+    """One route is the cheaper of one request, the other of many; their bits differ."""
+    few, many = FakeRoute("few").record(), FakeRoute("many").record()
+    few = dataclasses.replace(few, estimate_us=lambda p, d: 1.0 + 10.0 * p.total_qo_len)
+    many = dataclasses.replace(many, estimate_us=lambda p, d: 30.0 + p.batch)
+    chosen = {}
+    for invariant, batch, qo_len in itertools.product((False, True), (1, 2, 8), (1, 3)):
+        plan = engine_of(few, many).plan(
+            torch.randn(batch, qo_len, 4, 16), paged(batch), batch_invariant=invariant
+        )
+        chosen.setdefault(invariant, set()).add(plan.route)
+        estimate = 1.0 + 10.0 * batch * qo_len if plan.route == "few" else 30.0 + batch
+        assert plan.backend_plan.estimate_us == estimate
+        if invariant and batch > 1:
+            assert "(11.0 us, for one query)" in plan.reason
+    assert chosen == {False: {"few", "many"}, True: {"few"}}
 
 
 def test_native_wins_at_equal_cost_and_ties_are_deterministic():

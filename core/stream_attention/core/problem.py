@@ -85,6 +85,13 @@ class AttentionProblem:
         )
 
     @property
+    def kv_tokens_seen(self) -> int:
+        """KV tokens of one request that its queries see at most: the capacity, or a window's."""
+        if self.window_left is None:
+            return self.kv_capacity
+        return min(self.kv_capacity, self.window_left + self.max_qo_len)
+
+    @property
     def uniform(self) -> bool:
         """Every request has the same number of query tokens."""
         return self.total_qo_len == self.batch * self.max_qo_len

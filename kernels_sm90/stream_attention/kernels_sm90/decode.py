@@ -342,10 +342,7 @@ def estimate_us(problem: AttentionProblem, device: DeviceFacts) -> float:
     from L2. Not counted with `batch_invariant`: whoever else is in the batch, the choice between
     routes must be the same.
     """
-    seen = problem.kv_capacity
-    if problem.window_left is not None:
-        seen = min(seen, problem.window_left + problem.max_qo_len)
-    kv_bytes = problem.batch * seen * problem.kv_token_bytes
+    kv_bytes = problem.batch * problem.kv_tokens_seen * problem.kv_token_bytes
     dim, rows = problem.head_dim_qk, problem.max_qo_len * problem.gqa_group_size
     widened = problem.kv_dtype == KV_DTYPES[-1]
     together = 8 if dim > 192 else 16 if widened or dim > 128 else 32

@@ -25,10 +25,14 @@ from stream_attention.core.tile_plan import AttentionTilePlan
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A record that may serve the problem, with its estimate."""
+    """A record that may serve the problem, with its estimate, and the one it is ordered by.
+
+    order_us: another than `estimate_us` only where the problem is batch-invariant.
+    """
 
     record: AttentionRecord
     estimate_us: float
+    order_us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +53,15 @@ def rank(
     """Order the records that can serve `problem` in one of `forms` (`"build"`, `"apply"`).
 
     Order: estimate, then native before portable, then order of registration; so the same registry
-    gives the same choice. Missing kernel packages are among the rejections.
+    gives the same choice. Missing kernel packages are among the rejections. Routes differ in bits,
+    so a batch-invariant problem is ordered by the estimate of one query of one request: whoever
+    else is in the batch does not count.
     """
+    ordered = one_query(problem) if problem.batch_invariant else problem
     legal: list[tuple[float, bool, int, Candidate]] = []
     rejections = list(registry.missing())
     for index, record in enumerate(registry.attention_records()):
-        reasons, estimate = _judge(record, problem, device)
+        reasons, estimate, order_us = _judge(record, problem, ordered, device)
         if all(getattr(record, form) is None for form in forms):
             reasons = (_form_reason(record, forms), *reasons)
         if device.type == "meta":
@@ -62,21 +69,36 @@ def rank(
         if reasons:
             rejections.append(Rejection(record.route, reasons))
             continue
-        order = estimate if math.isfinite(estimate) else math.inf
-        legal.append((order, not record.native, index, Candidate(record, estimate)))
+        order = order_us if math.isfinite(order_us) else math.inf
+        legal.append((order, not record.native, index, Candidate(record, estimate, order_us)))
     legal.sort(key=lambda entry: entry[:3])
     return Ranking(tuple(entry[3] for entry in legal), tuple(rejections))
 
 
+def one_query(problem: AttentionProblem) -> AttentionProblem:
+    """The problem with a single request of a single query."""
+    return dataclasses.replace(problem, batch=1, total_qo_len=1, max_qo_len=1)
+
+
 def _judge(
-    record: AttentionRecord, problem: AttentionProblem, device: DeviceFacts
-) -> tuple[tuple[str, ...], float]:
-    """Reasons and estimate of a record; one that is broken is rejected and does not harm others."""
+    record: AttentionRecord,
+    problem: AttentionProblem,
+    ordered: AttentionProblem,
+    device: DeviceFacts,
+) -> tuple[tuple[str, ...], float, float]:
+    """Reasons of a record, its estimate and what it is ordered by, the estimate of `ordered`.
+
+    One that is broken is rejected and does not harm others.
+    """
     try:
         reasons = tuple(reason or "gave no reason" for reason in record.reasons(problem, device))
-        return reasons, 0.0 if reasons else float(record.estimate_us(problem, device))
+        if reasons:
+            return reasons, 0.0, 0.0
+        estimate = float(record.estimate_us(problem, device))
+        same = ordered is problem
+        return (), estimate, estimate if same else float(record.estimate_us(ordered, device))
     except Exception as error:
-        return (f"its record is broken: {type(error).__name__}: {error}",), 0.0
+        return (f"its record is broken: {type(error).__name__}: {error}",), 0.0, 0.0
 
 
 def _form_reason(record: AttentionRecord, forms: tuple[str, ...]) -> str:
@@ -213,12 +235,17 @@ def slower(rest: tuple[Candidate, ...], chosen: Candidate) -> tuple[Rejection, .
         Rejection(
             other.record.route,
             (
-                f"legal, but estimated at {other.estimate_us:.1f} us against "
-                f"{chosen.estimate_us:.1f} us of {chosen.record.route}",
+                f"legal, but estimated at {other.order_us:.1f} us against "
+                f"{_ordered_by(chosen)} of {chosen.record.route}",
             ),
         )
         for other in rest
     )
+
+
+def _ordered_by(candidate: Candidate) -> str:
+    alone = candidate.order_us != candidate.estimate_us
+    return f"{candidate.order_us:.1f} us" + (", for one query" if alone else "")
 
 
 def why_chosen(chosen: Candidate, count: int, refused: int) -> str:
@@ -226,7 +253,7 @@ def why_chosen(chosen: Candidate, count: int, refused: int) -> str:
     text = f"{chosen.record.route} is the only legal route"
     if count > 1:
         text = (
-            f"{chosen.record.route} has the lowest estimate ({chosen.estimate_us:.1f} us) "
+            f"{chosen.record.route} has the lowest estimate ({_ordered_by(chosen)}) "
             f"of {count} legal routes"
         )
     if refused:

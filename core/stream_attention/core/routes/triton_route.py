@@ -315,8 +315,8 @@ RULES = (
 
 def _estimate_us(problem: AttentionProblem, device: DeviceFacts) -> float:
     """Two launches, K/V bytes at 3 TB/s, and products at 300 TFLOP/s, whichever binds."""
-    kv_bytes = problem.batch * problem.kv_capacity * problem.kv_token_bytes
-    pairs = problem.total_qo_len * problem.num_qo_heads * problem.kv_capacity
+    kv_bytes = problem.batch * problem.kv_tokens_seen * problem.kv_token_bytes
+    pairs = problem.total_qo_len * problem.num_qo_heads * problem.kv_tokens_seen
     flops = 2.0 * pairs * (problem.head_dim_qk + problem.head_dim_vo)
     return 8.0 + max(kv_bytes / 3e6, flops / 3e8)
 
