@@ -33,10 +33,12 @@ def test_what_it_refuses_goes_to_the_portable_route_with_the_reason():
 
 
 def test_the_host_cost_of_a_native_launch_is_measured():
-    run, launch, checks = host_cost.native_costs(samples=3)
-    assert run.missing == launch.missing == checks.missing == ""
-    assert 0 < launch.timing.p50_us < run.timing.p50_us < 1000
-    assert 0 < checks.timing.p50_us < run.timing.p50_us
+    """Parts cost less than the whole: by the least of many samples, for machines may be busy."""
+    costs = host_cost.native_costs(samples=25)
+    assert [cost.missing for cost in costs] == [""] * 3
+    run, launch, checks = (min(cost.timing.samples_us) for cost in costs)
+    assert 0 < launch < run < 1000
+    assert 0 < checks < run
 
 
 def test_a_native_run_without_tokens_costs_the_host_at_most_3_us():

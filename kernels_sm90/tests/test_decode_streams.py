@@ -6,12 +6,11 @@ hang the process that waits for it, so waiting has a limit, after which the whol
 
 import itertools
 import math
-import time
 
 import pytest
 import torch
 
-from stream_attention.core.testing.checks import capture, launch
+from stream_attention.core.testing.checks import capture, launch, wait_for_device
 from stream_attention.core.testing.golden import golden
 from stream_attention.core.testing.native_library import require
 from stream_attention.core.testing.problems import Case, build
@@ -20,7 +19,6 @@ from stream_attention.kernels_sm90.library import LIBRARY
 
 DEVICE = "cuda"
 RECORD = decode.RECORD
-WAIT_SECONDS = 60
 NUM_STATES = 6
 INVARIANT = pytest.mark.parametrize("invariant", [False, True])
 WIDE = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim_qk": decode.HEAD_DIMS[-1]}
@@ -54,17 +52,7 @@ def library():
 
 
 def wait(what):
-    """Wait for the whole device; give up the run where it does not come to an end."""
-    event = torch.cuda.Event()
-    for stream in STREAMS:
-        torch.cuda.current_stream().wait_stream(stream)
-    event.record()
-    end = time.monotonic() + WAIT_SECONDS
-    while not event.query():
-        if time.monotonic() > end:
-            pytest.exit(f"{what}: not done after {WAIT_SECONDS} s; deadlocked", returncode=3)
-        time.sleep(0.0005)
-    torch.cuda.synchronize()
+    wait_for_device(what, STREAMS)
 
 
 STREAMS = []

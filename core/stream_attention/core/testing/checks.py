@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +55,25 @@ def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         run()
     return graph
+
+
+def wait_for_device(what: str, streams: Sequence[Any] = (), seconds: float = 60) -> None:
+    """Wait for the current stream and `streams`; end the whole pytest run where one never ends.
+
+    A launch that hangs would hang the process that waits for it, and with it all later tests.
+    """
+    import pytest
+
+    event = torch.cuda.Event()
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
+    event.record()
+    end = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > end:
+            pytest.exit(f"{what}: not done after {seconds} s; deadlocked", returncode=3)
+        time.sleep(0.0005)
+    torch.cuda.synchronize()
 
 
 def runner_of(route: AttentionRecord | Runner) -> Runner:
@@ -136,12 +156,16 @@ def _bits(built: BuiltCase) -> list[tuple[str, torch.Tensor]]:
 
 
 __all__ = [
+    "H200",
     "BoundTensors",
     "Runner",
     "bind",
+    "capture",
     "check_built",
     "check_route",
     "find_record",
     "launch",
     "runner_of",
+    "serves",
+    "wait_for_device",
 ]
