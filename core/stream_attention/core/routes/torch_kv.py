@@ -54,7 +54,8 @@ class PoolReader:
     """Tiles of one pool (K or V). Owns its buffers; they are reused by every call.
 
     pool: `[num_pages, page_size, num_kv_heads, head_dim]`, last axis contiguous.
-    chunk_tokens: longest tile. copy: never hand out a view of the pool.
+    chunk_tokens: longest tile. copy: every `tile` is a dense one at the start of the buffer, so
+    that neither the pool's strides nor the page's size or address shape a product.
     """
 
     __slots__ = ("_buffer", "_copy", "_dtype", "_heads", "_rows", "_stage", "pool")
@@ -68,9 +69,8 @@ class PoolReader:
         gathers = page < chunk_tokens
         tokens = max(1, chunk_tokens // page) * page if gathers else max(1, chunk_tokens)
         self._stage = self.pool.new_empty(tokens * heads * dim if gathers else 0)
-        converts = self._dtype != torch.float32 or (self._copy and not gathers)
         self._buffer = torch.empty(
-            tokens * heads * dim if converts else 0, dtype=torch.float32, device=pool.device
+            tokens * heads * dim if self._copy else 0, dtype=torch.float32, device=pool.device
         )
 
     def bind(self, pool: torch.Tensor) -> None:
@@ -94,12 +94,10 @@ class PoolReader:
         pool = self.pool if head is None else self.pool[:, :, head : head + 1]
         heads, dim = pool.shape[2:]
         count = pages.numel()
-        if count == 1 and not (self._copy and self._buffer.numel() == 0):
+        if count == 1:
             run = pool[int(pages)][first : first + tokens].transpose(0, 1)
         else:
             run = self._gather(pool, pages, head)[:, first : first + tokens]
-            if self._dtype == torch.float32:
-                return run
         if not self._copy:
             return run
         if self._dtype == _ONE_BYTE:

@@ -39,6 +39,8 @@ ROUTE = "torch"
 # 32/8, D128 on an EPYC with 1 MB of L2 a core and 32 MB of L3; larger ones wait less for threads.
 CHUNK_BYTES = 4 << 20
 MAX_CHUNK_TOKENS = 4096
+# Batch-invariant: whatever the capacity, which the longest request of a batch sets.
+INVARIANT_CHUNK_TOKENS = 1024
 # Scores of one chunk (4 MB in fp32), which also bounds the rows of an item.
 SCORE_ELEMENTS = 1 << 20
 MAX_ROWS = 256
@@ -79,12 +81,8 @@ class TorchLaunch:
         self._shared = shared_lists(kv)
         self._sight = Visibility.of(problem.causal, problem.window_left, problem.window_right)
         heads = kv.num_kv_heads if self._shared else 1
-        group = problem.gqa_group_size
-        token_bytes = 4 * heads * max(problem.head_dim_qk, problem.head_dim_vo)
-        most = min(MAX_CHUNK_TOKENS, max(kv.capacity, kv.page_size))
-        self._chunk_tokens = max(16, min(most, CHUNK_BYTES // token_bytes))
-        self._rows = max(1, min(MAX_ROWS, SCORE_ELEMENTS // (heads * group * self._chunk_tokens)))
-        copy = problem.batch_invariant  # one base alignment for all, whoever owns the page
+        self._chunk_tokens, self._rows = chunk_and_rows(problem, heads)
+        copy = problem.batch_invariant  # one place and form for all, whoever owns the page
         self._key = PoolReader(kv.key, heads, self._chunk_tokens, copy)
         self._value = PoolReader(kv.value, heads, self._chunk_tokens, copy)
         self.backend_plan = AttentionBackendPlan(
@@ -187,6 +185,20 @@ class TorchLaunch:
             start, length = np.repeat(start, heads), np.repeat(length, heads)
         items, any_empty = build_items(lens, start, length, self._rows, self._sight)
         return items, any_empty or not covered
+
+
+def chunk_and_rows(problem: AttentionProblem, heads: int) -> tuple[int, int]:
+    """Most tokens of a chunk and query rows of an item, where an item holds `heads` KV heads.
+
+    Both shape the products, so with `batch_invariant` they follow from the heads alone.
+    """
+    token_bytes = 4 * heads * max(problem.head_dim_qk, problem.head_dim_vo)
+    most = min(MAX_CHUNK_TOKENS, max(problem.kv_capacity, problem.page_size))
+    if problem.batch_invariant:
+        most = INVARIANT_CHUNK_TOKENS
+    tokens = max(16, min(most, CHUNK_BYTES // token_bytes))
+    rows = SCORE_ELEMENTS // (heads * problem.gqa_group_size * tokens)
+    return tokens, max(1, min(MAX_ROWS, rows))
 
 
 _RULES = (

@@ -320,7 +320,7 @@ def only(built: BuiltCase, request: int) -> BuiltCase:
         dataclasses.replace(
             case, qo_lens=case.qo_lens[one], kv_lens=case.kv_lens[one], name=f"request {request}"
         ),
-        built.q[start:stop],
+        built.q[one] if case.call == "block" else built.q[start:stop],
         dataclasses.replace(cache, **changed),
         indptr if ragged else None,
         built.options,
