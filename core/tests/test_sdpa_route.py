@@ -234,17 +234,18 @@ def test_math_in_blocks_gives_the_same_as_in_one(return_lse, monkeypatch):
 
 
 def test_batch_invariant_math_gives_the_bits_of_each_request_alone(monkeypatch):
-    q, k, v, sink = _inputs(5, 7, 33, dtype=torch.float32)
+    *qkv, sink = _inputs(5, 7, 33, dtype=torch.float32)
+    q, k, v = (x[..., :5].contiguous() for x in qkv)  # requests at odd addresses
     mask = torch.rand(5, 1, 7, 33, generator=torch.Generator().manual_seed(0)) < 0.7
     options = {"has_sink": True, "batch_invariant": True, "mask": "bool"}
     problem = _problem(q, k, v, **options)
     out, lse = sdpa_math.apply_math(problem, q, k, v, attn_sink=sink, attn_mask=mask)
-    batches, real = [], sdpa_math._apply
-    monkeypatch.setattr(
-        sdpa_math, "_apply", lambda p, q, *rest: batches.append(len(q)) or real(p, q, *rest)
-    )
+    calls, real = [], sdpa_math._apply
+    monkeypatch.setattr(sdpa_math, "_apply", lambda *given: calls.append(given) or real(*given))
     again = sdpa_math.apply_math(problem, q, k, v, attn_sink=sink, attn_mask=mask)
-    assert batches == [1] * 5 and torch.equal(again[0], out)  # shapes of one request only
+    assert len(calls) == 5 and torch.equal(again[0], out)
+    for x in (x for call in calls for x in call[1:4]):  # of one request, dense at an even address
+        assert len(x) == 1 and x.is_contiguous() and x.data_ptr() % 64 == 0
     for b in range(5):
         one = [t[b : b + 1] for t in (q, k, v)]
         alone = sdpa_math.apply_math(

@@ -46,13 +46,16 @@ def apply_math(
     nothing gives 0 and -inf and no gradient. `generator` feeds the dropout. Never syncs.
     """
     batch = q.shape[0]
-    if problem.batch_invariant and batch > 1:  # every shape then depends on one request alone
+    if problem.batch_invariant and batch:
+        # Shapes, strides and addresses of every product then depend on one request alone.
         parts = []
         for b in range(batch):
             own = attn_mask
             if own is not None:
                 own = rows_of_mask(full_rank(own), b, b + 1, 0)
-            one_q, one_k, one_v = (x[b : b + 1] for x in (q, k, v))
+            one_q, one_k, one_v = (
+                x[b : b + 1].clone(memory_format=torch.contiguous_format) for x in (q, k, v)
+            )
             parts.append(_apply(problem, one_q, one_k, one_v, attn_sink, own, generator))
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
     return _apply(problem, q, k, v, attn_sink, attn_mask, generator)

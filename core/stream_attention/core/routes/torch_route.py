@@ -39,7 +39,9 @@ ROUTE = "torch"
 # 32/8, D128 on an EPYC with 1 MB of L2 a core and 32 MB of L3; larger ones wait less for threads.
 CHUNK_BYTES = 4 << 20
 MAX_CHUNK_TOKENS = 4096
-# Batch-invariant: whatever the capacity, which the longest request of a batch sets.
+# Batch-invariant: whatever the capacity, which the longest request of a batch sets. 512, 1024, 2048
+# and 4096 take 36, 37, 39 and 46 ms for 256 fp32 queries over 8192 tokens of 4/2 heads of 64, and
+# 24, 21, 17 and 19 ms for 4 of one query over 16384 (one thread of the same machine, torch 2.13).
 INVARIANT_CHUNK_TOKENS = 1024
 # Scores of one chunk (4 MB in fp32), which also bounds the rows of an item.
 SCORE_ELEMENTS = 1 << 20
