@@ -125,7 +125,7 @@ def test_no_batch_changes_the_route_of_a_batch_invariant_request():
         estimate = 1.0 + 10.0 * batch * qo_len if plan.route == "few" else 30.0 + batch
         assert plan.backend_plan.estimate_us == estimate
         if invariant and batch > 1:
-            assert "(11.0 us, for one query)" in plan.reason
+            assert "(11.0 us, for one query over 8192 tokens)" in plan.reason
     assert chosen == {False: {"few", "many"}, True: {"few"}}
 
 

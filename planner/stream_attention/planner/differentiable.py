@@ -192,7 +192,7 @@ def _apply(
             generator=generator,
         )
     place = ranking.candidates.index(chosen)  # those before it refused when they were tried
-    why = why_chosen(chosen, len(ranking.candidates), place)
+    why = why_chosen(chosen, ranking.candidates, place)
     plan = AttentionBackendPlan(
         route=record.route,
         backend=record.backend,

@@ -22,17 +22,22 @@ from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord, Registry
 from stream_attention.core.tile_plan import AttentionTilePlan
 
+ORDER_TOKENS = 8192
+"""KV tokens of the request whose estimate orders the routes of a batch-invariant problem."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A record that may serve the problem, with its estimate, and the one it is ordered by.
 
     order_us: another than `estimate_us` only where the problem is batch-invariant.
+    capturable: on CUDA, whether a graph can hold its runs; elsewhere `True`.
     """
 
     record: AttentionRecord
     estimate_us: float
     order_us: float
+    capturable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +57,14 @@ def rank(
 ) -> Ranking:
     """Order the records that can serve `problem` in one of `forms` (`"build"`, `"apply"`).
 
-    Order: estimate, then native before portable, then order of registration; so the same registry
-    gives the same choice. Missing kernel packages are among the rejections. Routes differ in bits,
-    so a batch-invariant problem is ordered by the estimate of one query of one request: whoever
-    else is in the batch does not count.
+    Order: on CUDA what a graph can hold before what it cannot, as a plan's `run` is capture-safe;
+    then estimate, native before portable, and order of registration; so the same registry gives
+    the same choice. Missing kernel packages are among the rejections. Routes differ in bits, so a
+    batch-invariant problem is ordered by the estimate of `one_query`: whoever else is in the batch
+    does not count.
     """
     ordered = one_query(problem) if problem.batch_invariant else problem
-    legal: list[tuple[float, bool, int, Candidate]] = []
+    legal: list[tuple[tuple[bool, float, bool, int], Candidate]] = []
     rejections = list(registry.missing())
     for index, record in enumerate(registry.attention_records()):
         reasons, estimate, order_us = _judge(record, problem, ordered, device)
@@ -69,15 +75,22 @@ def rank(
         if reasons:
             rejections.append(Rejection(record.route, reasons))
             continue
+        capturable = device.type != "cuda" or record.graph_safe
         order = order_us if math.isfinite(order_us) else math.inf
-        legal.append((order, not record.native, index, Candidate(record, estimate, order_us)))
-    legal.sort(key=lambda entry: entry[:3])
-    return Ranking(tuple(entry[3] for entry in legal), tuple(rejections))
+        place = (not capturable, order, not record.native, index)
+        legal.append((place, Candidate(record, estimate, order_us, capturable)))
+    legal.sort(key=lambda entry: entry[0])
+    return Ranking(tuple(entry[1] for entry in legal), tuple(rejections))
 
 
 def one_query(problem: AttentionProblem) -> AttentionProblem:
-    """The problem with a single request of a single query."""
-    return dataclasses.replace(problem, batch=1, total_qo_len=1, max_qo_len=1)
+    """The problem with a single request, of a single query over `ORDER_TOKENS` tokens.
+
+    The capacity too is the batch's: the longest request sets the width of the page table.
+    """
+    return dataclasses.replace(
+        problem, batch=1, total_qo_len=1, max_qo_len=1, kv_capacity=ORDER_TOKENS
+    )
 
 
 def _judge(
@@ -218,7 +231,7 @@ def build(
             continue
         rejections = (*refused, *slower(ranking.candidates[place + 1 :], candidate))
         late = len(refused) - len(ranking.rejections)
-        reason = f"{mode_reason}; {why_chosen(candidate, len(ranking.candidates), late)}"
+        reason = f"{mode_reason}; {why_chosen(candidate, ranking.candidates, late)}"
         plan = dataclasses.replace(
             launch.backend_plan,
             reason=reason,
@@ -231,30 +244,34 @@ def build(
 
 def slower(rest: tuple[Candidate, ...], chosen: Candidate) -> tuple[Rejection, ...]:
     """Legal candidates that lost, with the comparison that they lost by."""
-    return tuple(
-        Rejection(
-            other.record.route,
-            (
-                f"legal, but estimated at {other.order_us:.1f} us against "
-                f"{_ordered_by(chosen)} of {chosen.record.route}",
-            ),
-        )
-        for other in rest
-    )
+    return tuple(Rejection(other.record.route, (_why_lost(other, chosen),)) for other in rest)
+
+
+def _why_lost(other: Candidate, chosen: Candidate) -> str:
+    times = f"{other.order_us:.1f} us against {_ordered_by(chosen)} of {chosen.record.route}"
+    if chosen.capturable and not other.capturable:
+        return f"legal, but cannot be captured in a CUDA graph (estimated at {times})"
+    return f"legal, but estimated at {times}"
 
 
 def _ordered_by(candidate: Candidate) -> str:
     alone = candidate.order_us != candidate.estimate_us
-    return f"{candidate.order_us:.1f} us" + (", for one query" if alone else "")
+    return f"{candidate.order_us:.1f} us" + (
+        f", for one query over {ORDER_TOKENS} tokens" if alone else ""
+    )
 
 
-def why_chosen(chosen: Candidate, count: int, refused: int) -> str:
+def why_chosen(chosen: Candidate, candidates: tuple[Candidate, ...], refused: int) -> str:
     """The reason in words: how many routes were legal and by what the choice was made."""
-    text = f"{chosen.record.route} is the only legal route"
-    if count > 1:
+    peers = candidates
+    if any(other.order_us < chosen.order_us for other in candidates if not other.capturable):
+        peers = tuple(other for other in candidates if other.capturable)
+    held = " that a CUDA graph can hold" if peers is not candidates else ""
+    text = f"{chosen.record.route} is the only legal route{held}"
+    if len(peers) > 1:
         text = (
             f"{chosen.record.route} has the lowest estimate ({_ordered_by(chosen)}) "
-            f"of {count} legal routes"
+            f"of {len(peers)} legal routes{held}"
         )
     if refused:
         text += f" once {refused} refused to build"

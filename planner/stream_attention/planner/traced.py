@@ -237,7 +237,7 @@ def _rank_traced(
     if not ranking.candidates:
         raise unsupported(problem, facts, list(ranking.rejections))
     chosen = ranking.candidates[0]
-    why = why_chosen(chosen, len(ranking.candidates), 0)
+    why = why_chosen(chosen, ranking.candidates, 0)
     return AttentionInfo(
         backend_used=chosen.record.backend,
         route=chosen.record.route,

@@ -178,7 +178,7 @@ def _decide(spec: tuple[Any, ...]) -> tuple[AttentionRecord, AttentionProblem, A
     info = AttentionInfo(
         backend_used=record.backend,
         route=record.route,
-        reason=f"{decision.reason}; {why_chosen(chosen, len(ranking.candidates), 0)}; ranked while "
+        reason=f"{decision.reason}; {why_chosen(chosen, ranking.candidates, 0)}; ranked while "
         "tracing",
         fallback_reasons=tuple(str(rejection) for rejection in lost),
         arch=facts.arch,

@@ -54,6 +54,11 @@ ROWS_GUESS = 32
 CPU_BYTES_PER_US = 6_000.0
 CPU_FLOPS_PER_US = 45_000.0
 CUDA_BYTES_PER_US = 200_000.0
+CUDA_FLOPS_PER_US = 150_000.0  # fp32, a multiprocessor; of an A100 that is 16 of its 19.5 TFLOP/s
+CUDA_SCORES_PER_US = 60_000.0  # written once and read or written five times, at 1.5 TB/s
+LAUNCH_US = 5.0
+ITEM_LAUNCHES = 15
+CHUNK_LAUNCHES = 20
 
 
 class TorchLaunch:
@@ -224,9 +229,12 @@ _RULES = (
 
 
 def estimate_us(problem: AttentionProblem, device: DeviceFacts) -> float:
-    """Roofline guess in microseconds: K/V bytes and FLOPs, plus the host's work per item."""
+    """Roofline guess in microseconds: K/V bytes and FLOPs, plus the host's work per item.
+
+    On CUDA the products are fp32 without tensor cores, scores go through memory, and every step of
+    every item is a launch of its own.
+    """
     p = problem
-    items = p.batch * max(1, -(-p.max_qo_len // ROWS_GUESS))
     seen = float(p.kv_capacity)  # tokens that a row sees, on average
     if p.causal:
         seen -= min(p.max_qo_len, p.kv_capacity) / 2 - 0.5
@@ -234,12 +242,28 @@ def estimate_us(problem: AttentionProblem, device: DeviceFacts) -> float:
         seen = min(seen, p.window_left + ROWS_GUESS)
     read = min(p.kv_capacity, seen + p.max_qo_len)
     moved = p.batch * read * p.kv_token_bytes
-    flops = 2.0 * p.total_qo_len * seen * p.num_qo_heads * (p.head_dim_qk + p.head_dim_vo)
-    if device.type == "cuda":  # host reads of lengths and many small launches dominate there
-        return 1000.0 + 300.0 * items + moved / CUDA_BYTES_PER_US
+    pairs = p.total_qo_len * seen * p.num_qo_heads
+    flops = 2.0 * pairs * (p.head_dim_qk + p.head_dim_vo)
+    if device.type == "cuda":
+        work = flops / (CUDA_FLOPS_PER_US * device.num_sms) + pairs / CUDA_SCORES_PER_US
+        return 1000.0 + LAUNCH_US * _launches(p, seen) + moved / CUDA_BYTES_PER_US + work
+    items = p.batch * max(1, -(-p.max_qo_len // ROWS_GUESS))
     threads = max(1, device.num_sms)
     rate = moved / CPU_BYTES_PER_US + flops / CPU_FLOPS_PER_US
     return 50.0 + 100.0 * items + rate / threads
+
+
+def _launches(problem: AttentionProblem, seen: float) -> float:
+    """Kernels that a run enqueues where rows see `seen` tokens; short items share theirs."""
+    p = problem
+    heads = 1 if p.per_head_lists else p.num_kv_heads
+    tokens, rows = chunk_and_rows(p, heads)
+    tiles = max(-(-p.total_qo_len // rows), p.batch if p.max_qo_len else 0)
+    items = tiles * (p.num_kv_heads // heads)
+    if seen <= GROUP_TOKENS and not p.batch_invariant:
+        wide = heads * max(p.head_dim_qk, p.head_dim_vo, rows * p.gqa_group_size)
+        items = -(-items // max(1, int(GROUP_ELEMENTS / (max(seen, 1.0) * wide))))
+    return items * (ITEM_LAUNCHES + CHUNK_LAUNCHES * max(1.0, seen / tokens))
 
 
 def build(
