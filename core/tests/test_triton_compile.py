@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from stream_attention.core.device import DeviceFacts
-from stream_attention.core.routes import triton_kernels, triton_route
+from stream_attention.core.routes import triton_kernels, triton_merge, triton_route
 from stream_attention.core.testing.checks import bind
 from stream_attention.core.testing.problems import Case, build
 
@@ -46,9 +46,10 @@ CASES = {
     ),
     "prefill_d256": _case(qo_lens=(200, 1), head_dim_qk=256, call="ragged"),
     "prefill_d512": _case(qo_lens=(200, 1), head_dim_qk=512, call="ragged"),
+    "batch_invariant_wide_scale": _case(kv_lens=(3000, 40), sm_scale=1e38, logits_soft_cap=9.0),
     "batch_invariant_not_causal": _case(causal=False, window_right=3, kv_lens=(3000, 40)),
 }
-INVARIANT = {"batch_invariant_not_causal"}
+INVARIANT = {"batch_invariant_not_causal", "batch_invariant_wide_scale"}
 
 _POINTER = {
     torch.bfloat16: "*bf16",
@@ -113,19 +114,36 @@ def test_schedule_and_merge_compile(capability: int) -> None:
     assert launch.config.schedule == "scan"
     for kernel, (args, meta) in (
         (triton_kernels.schedule_splits, launch._schedule_args),
-        (triton_kernels.merge_splits, launch._merge_args),
+        (triton_merge.merge_splits, launch._merge_args),
     ):
         compiled = _compile(kernel, args, meta, capability)
         assert compiled.metadata.shared <= SHARED_LIMIT[capability]
+
+
+@pytest.mark.parametrize("capability", sorted(SHARED_LIMIT))
+def test_merge_of_fixed_splits_compiles(capability: int) -> None:
+    launch = _launch("batch_invariant_not_causal")
+    args, meta = launch._merge_args
+    compiled = _compile(triton_merge.merge_slots, args, meta, capability)
+    assert compiled.metadata.shared <= SHARED_LIMIT[capability]
+
+
+def test_one_kernel_serves_every_capacity_of_a_batch_invariant_request() -> None:
+    """Two that Triton specialised apart might round apart."""
+    found = set()
+    for kv_lens in ((100, 40), (1025, 40), (30_000, 9)):
+        case = _case(kv_lens=kv_lens, sink=1.0, window_left=None)
+        found.add(_specialization(case, batch_invariant=True))
+    assert len(found) == 1
 
 
 def test_cases_cover_every_schedule() -> None:
     assert {_launch(name).config.schedule for name in CASES} == {"direct", "even", "scan", "fixed"}
 
 
-def _specialization(name_of_case: Case) -> tuple[Any, ...]:
+def _specialization(name_of_case: Case, **options: Any) -> tuple[Any, ...]:
     """What Triton's cache key holds of a launch: constants, and the class of every argument."""
-    described = bind(build(name_of_case, 0))
+    described = bind(build(name_of_case, 0), **options)
     device = DeviceFacts(type="cpu", num_sms=132)
     launch = triton_route.TritonLaunch(described.problem, device, described.bound)
     free = set(triton_kernels.attention_split.do_not_specialize)

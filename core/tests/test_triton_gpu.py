@@ -13,6 +13,7 @@ from stream_attention.core.routes import triton_config, triton_kernels, triton_r
 from stream_attention.core.testing import contract
 from stream_attention.core.testing.checks import check_route, find_record, launch
 from stream_attention.core.testing.hostile import HOSTILE
+from stream_attention.core.testing.neighbours import FORMS, OPTIONS, check_neighbours
 from stream_attention.core.testing.problems import Case, build, random_case
 
 if not torch.cuda.is_available():
@@ -168,3 +169,19 @@ def test_a_long_request_among_short_ones_is_split_widely() -> None:
     used = (step._scratch_lse[:, 0, 0] > float("-inf")).sum()
     slots = 2 * device_facts(built.q.device).num_sms // case.num_kv_heads
     assert int(used) >= min(slots, step.config.max_splits) // 2
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize("option", sorted(OPTIONS))
+def test_a_longer_neighbour_changes_no_bit_of_a_batch_invariant_request(option, form) -> None:
+    """On both sides of a split's tokens, and of the most splits of two KV heads."""
+    for lens in ((700, 1400), (1000, 1025), (1100, 40_000), (9000, 140_000)):
+        for dtype in ("bfloat16", "float32"):
+            fields = {"dtype": dtype, **FORMS[form], **OPTIONS[option]}
+            check_neighbours(RECORD, Case(kv_lens=lens, **fields), DEVICE)
+
+
+def test_a_request_among_many_gives_its_bits_alone() -> None:
+    lens, queries = (700, 1, 0, 64, 30_000, 2570, 16), (5, 1, 2, 700, 1, 40, 3)
+    for dtype in ("bfloat16", "float32"):
+        check_neighbours(RECORD, Case(qo_lens=queries, kv_lens=lens, dtype=dtype, sink=1.0), DEVICE)

@@ -124,7 +124,8 @@ def _problem(**changes) -> AttentionProblem:
         ({"batch": 16, "total_qo_len": 16}, "scan", 8),
         ({"batch": 2000, "total_qo_len": 2000}, "direct", 1),
         ({"batch": 16, "total_qo_len": 16, "batch_invariant": True}, "fixed", 4),
-        ({"kv_capacity": 1 << 20, "batch_invariant": True}, "fixed", 128),
+        ({"kv_capacity": 1 << 20, "batch_invariant": True}, "fixed", 32),
+        ({"kv_capacity": 256, "batch_invariant": True}, "fixed", 1),
         ({"total_qo_len": 8192, "max_qo_len": 8192, "kv_capacity": 8192}, "direct", 1),
     ],
 )

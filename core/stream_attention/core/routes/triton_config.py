@@ -22,8 +22,15 @@ MAX_SCANNED_REQUESTS = 1024
 MIN_SPLIT_TOKENS = 256
 MIN_SPLIT_TOKENS_BATCHED = 512
 MOST_WAVES = 4  # the finest split size that the device weighs is 1 / 4 of an equal share
+# Batch-invariant: fewest tokens a split, and most query tiles times splits of a request over all KV
+# heads, about two programs for each of an H200's 132 processors.
 BATCH_INVARIANT_SPLIT_TOKENS = 1024
-MAX_BATCH_INVARIANT_SPLITS = 128
+BATCH_INVARIANT_PROGRAMS = 256
+# Factors of the scores beyond these bounds, either way, are applied one by one: their product may
+# be no float32. With fp8, whose scales are known to the device alone, the bounds are narrower.
+WIDE_FACTOR = 1e30
+WIDE_FACTOR_FP8 = 1e6
+LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
@@ -32,8 +39,9 @@ class TritonConfig:
 
     block_m: packed query rows a tile. block_n: KV tokens a tile. schedule: `"direct"`, `"even"`,
     `"scan"` or `"fixed"` (see the kernel). max_splits: partial states a row can have. slots:
-    programs a KV head that run at once. min_tiles: fewest tiles a split. chunk_tiles: tiles a
-    split, `"fixed"` only. items: programs a KV head on grid axis 0.
+    programs a KV head that run at once; `"fixed"`: most query tiles times splits of one request
+    and KV head. min_tiles: fewest tiles a split; `"fixed"`: chunk_tiles. items: programs a KV head
+    on grid axis 0.
     """
 
     block_m: int
@@ -139,20 +147,7 @@ def choose_config(problem: AttentionProblem, device: DeviceFacts) -> TritonConfi
     most_splits = max(1, MAX_SCRATCH_BYTES // max(row_bytes, 1))
 
     if problem.batch_invariant:
-        tokens = max(
-            BATCH_INVARIANT_SPLIT_TOKENS,
-            _next_power_of_two(_ceil_div(problem.kv_capacity, MAX_BATCH_INVARIANT_SPLITS)),
-        )
-        splits = _ceil_div(problem.kv_capacity, tokens)
-        if splits <= 1:
-            return TritonConfig(schedule="direct", items=units, **tiles)
-        return TritonConfig(
-            schedule="fixed",
-            max_splits=splits,
-            chunk_tiles=max(1, tokens // block_n),
-            items=units,
-            **tiles,
-        )
+        return TritonConfig(schedule="fixed", items=units, **_fixed_fields(problem, tiles), **tiles)
 
     slots = max(1, 2 * device.num_sms // problem.num_kv_heads)
     tokens = MIN_SPLIT_TOKENS if problem.batch == 1 else MIN_SPLIT_TOKENS_BATCHED
@@ -170,3 +165,60 @@ def choose_config(problem: AttentionProblem, device: DeviceFacts) -> TritonConfi
         items=units + min(finest, slots * MOST_WAVES),
         **common,
     )
+
+
+def _fixed_fields(problem: AttentionProblem, tiles: dict[str, int]) -> dict[str, int]:
+    """Splits of a batch-invariant problem.
+
+    The kernel cuts a request by `slots`, `chunk_tiles` and its own lengths (`fixed_splits`), so
+    these two follow from heads and dimensions alone; the capacity and the window bound no more than
+    the splits that there is room for.
+    """
+    chunk_tiles = max(1, BATCH_INVARIANT_SPLIT_TOKENS // tiles["block_n"])
+    slots = max(1, BATCH_INVARIANT_PROGRAMS // problem.num_kv_heads)
+    shown = _ceil_div(problem.kv_capacity, tiles["block_n"])
+    if problem.window_left is not None:  # whose first token may lie anywhere in a tile
+        reach = problem.window_left + problem.max_qo_len
+        shown = min(shown, _ceil_div(reach, tiles["block_n"]) + 1)
+    units = _ceil_div(problem.max_qo_len * problem.gqa_group_size, tiles["block_m"])
+    most = slots // max(units, 1) if problem.uniform else slots
+    splits = max(1, min(_ceil_div(shown, chunk_tiles), most))
+    return {"chunk_tiles": chunk_tiles, "slots": slots, "max_splits": splits}
+
+
+@dataclass(frozen=True, slots=True)
+class SlotShape:
+    """Scratch of the `"fixed"` schedule: `[batch, num_kv_heads, slots, rows, head_dim_vo]` fp32.
+
+    slots: one for each query tile and split. rows: query rows of a tile. merge_rows: rows of a
+    request and KV head that can be split. All 0 where none can: one split leaves no state.
+
+    With the lse that is at most `BATCH_INVARIANT_PROGRAMS * block_m * (head_dim_vo + 1) * 4` bytes
+    a request (or that of one program a KV head, where there are more of those), whatever its
+    capacity; 1 MiB a request for decode with 8 query heads a KV head of 128.
+    """
+
+    slots: int
+    rows: int
+    merge_rows: int
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, config: TritonConfig) -> SlotShape:
+        """The smallest shape that holds every request of the problem."""
+        packed = problem.max_qo_len * problem.gqa_group_size
+        if config.max_splits == 1 or not packed:
+            return cls(0, 0, 0)
+        units = _ceil_div(packed, config.block_m)
+        return cls(
+            slots=min(config.slots, units * config.max_splits),
+            rows=min(config.block_m, packed),
+            merge_rows=min(packed, config.slots // 2 * config.block_m),
+        )
+
+
+def wide_scale(problem: AttentionProblem) -> bool:
+    """Whether the factors of the scores must be applied one by one: see `WIDE_FACTOR`."""
+    scale, cap = abs(problem.sm_scale), problem.logits_soft_cap
+    factors = (scale * LOG2E,) if cap is None else (scale, scale / cap, cap * LOG2E)
+    bound = WIDE_FACTOR if problem.kv_scales is None else WIDE_FACTOR_FP8
+    return any(factor >= bound or 0 < factor <= 1 / bound for factor in factors)

@@ -1,4 +1,4 @@
-"""Triton kernels of the portable route: split-KV attention for every phase, and the split merge.
+"""Triton kernels of the portable route: split-KV attention for every phase.
 
 One kernel serves decode, verify, append, prefill and ragged mixes. A query tile packs
 `qo_len · group` rows of one request and one KV head, so a K/V tile is loaded once for its group;
@@ -60,17 +60,19 @@ def _load_kv(ptr, rows, columns, row_mask, head_dim, FP8: tl.constexpr, PADDED: 
 @triton.jit
 def _attend_tiles(
     acc, row_max, row_sum, q, tile_lo, tile_hi,
-    k_ptr, v_ptr, table_ptr, kv_len, first_visible, last_visible, score_scale, cap_log2,
-    k_page_stride, k_token_stride, v_page_stride, v_token_stride, head_dim_qk, head_dim_vo,
+    k_ptr, v_ptr, table_ptr, kv_len, first_visible, last_visible, score_scale, wide_scale,
+    cap_log2, soft_cap, k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+    head_dim_qk, head_dim_vo,
     BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_VO: tl.constexpr,
     PAGE: tl.constexpr, PAGED: tl.constexpr, FP8: tl.constexpr, HAS_CAP: tl.constexpr,
     PAD_QK: tl.constexpr, PAD_VO: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr,
-    DOT_FP32: tl.constexpr,
+    DOT_FP32: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Fold KV tiles tile_lo … tile_hi - 1 into (acc, row_max, row_sum).
 
     `score_scale` holds sm_scale, the key scale and, without a cap, log2(e). `MASKED=False` promises
-    that every row sees every token of these tiles.
+    that every row sees every token of these tiles. `WIDE`: `score_scale` and `wide_scale` hold the
+    first two, the smaller one first, and nothing else.
     """
     dim_qk = tl.arange(0, BLOCK_QK)
     dim_vo = tl.arange(0, BLOCK_VO)
@@ -94,7 +96,12 @@ def _attend_tiles(
         else:
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
         s = s * score_scale
-        if HAS_CAP:
+        if WIDE:
+            s = s * wide_scale
+            if HAS_CAP:
+                s = _tanh(s / soft_cap) * soft_cap
+            s = s * LOG2E
+        elif HAS_CAP:
             s = _tanh(s) * cap_log2
         if MASKED:
             seen = (tokens[None, :] >= first_visible[:, None]) & (
@@ -216,6 +223,58 @@ def _request_size(
 
 
 @triton.jit
+def fixed_splits(
+    kv_len, qo_len, group, window_left, chunk_tiles, slots,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
+):  # fmt: skip
+    """First KV tile that a request sees, tiles a split, and splits: of its own lengths alone.
+
+    `chunk_tiles` tiles a split, or more where query tiles times splits would exceed `slots`.
+    """
+    first = tl.zeros((), dtype=tl.int32)
+    if HAS_LEFT:
+        begin = (kv_len - qo_len).to(tl.int64) - window_left
+        first = (tl.maximum(begin, 0) // BLOCK_N).to(tl.int32)
+    units = (qo_len * group + BLOCK_M - 1) // BLOCK_M
+    most = tl.maximum(slots // tl.maximum(units, 1), 1)
+    tiles = tl.maximum((kv_len + BLOCK_N - 1) // BLOCK_N - first, 0)
+    per_split = tl.maximum((tiles + most - 1) // most, chunk_tiles)
+    return first, per_split, tl.maximum((tiles + per_split - 1) // per_split, 1)
+
+
+@triton.jit
+def request_lengths(
+    request, head, uniform_qo_len, capacity, kv_lens_ptr, lens_stride_b, lens_stride_h,
+    qo_indptr_ptr, UNIFORM: tl.constexpr, HAS_LENS: tl.constexpr,
+):  # fmt: skip
+    """First query row of a request (64 bits), its number of queries, and its KV tokens."""
+    if UNIFORM:
+        qo_len = uniform_qo_len
+        q_start = request.to(tl.int64) * uniform_qo_len
+    else:
+        q_start = tl.load(qo_indptr_ptr + request).to(tl.int64)
+        qo_len = tl.load(qo_indptr_ptr + request + 1) - q_start.to(tl.int32)
+    if HAS_LENS:
+        kv_len = tl.load(kv_lens_ptr + request.to(tl.int64) * lens_stride_b + head * lens_stride_h)
+        kv_len = tl.minimum(tl.maximum(kv_len, 0), capacity)
+    else:
+        kv_len = capacity
+    return q_start, qo_len, kv_len
+
+
+@triton.jit
+def _with_sink(acc, row_max, row_sum, sink, empty):
+    """The state with `sink` (base 2) added to the denominator; empty rows stay empty."""
+    with_sink = tl.maximum(row_max, sink)
+    with_sink = tl.where(empty, 0.0, with_sink)
+    rescale = tl.where(empty, 0.0, tl.exp2(row_max - with_sink))
+    row_sum = row_sum * rescale + tl.where(empty, 0.0, tl.exp2(sink - with_sink))
+    acc = acc * rescale[:, None]
+    row_max = tl.where(empty, row_max, with_sink)
+    return acc, row_max, row_sum
+
+
+@triton.jit
 def _find_request(slot, batch, group, qo_indptr_ptr, BLOCK_M: tl.constexpr):
     """The request that owns query-tile slot `slot`, and its first slot.
 
@@ -240,15 +299,15 @@ def _find_request(slot, batch, group, qo_indptr_ptr, BLOCK_M: tl.constexpr):
         "batch", "total_q", "uniform_qo_len", "capacity", "min_tiles", "max_splits", "chunk_tiles",
         "table_stride_b", "table_stride_h", "lens_stride_b",
         "lens_stride_h", "window_left", "window_right", "num_kv_heads", "group",
-        "out_split_stride", "lse_split_stride",
+        "out_split_stride", "lse_split_stride", "slots", "slot_axis", "slot_rows",
     ]
 )  # fmt: skip
 def attention_split(
     q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, qo_indptr_ptr, k_scale_ptr, v_scale_ptr, sink_ptr,
-    ends_ptr, split_tiles_ptr, out_ptr, lse_ptr,
+    ends_ptr, split_tiles_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
     batch, total_q, uniform_qo_len, capacity, num_kv_heads, group, head_dim_qk, head_dim_vo,
     sm_scale, soft_cap, window_left, window_right,
-    min_tiles, max_splits, chunk_tiles,
+    min_tiles, max_splits, chunk_tiles, slots, slot_axis, slot_rows,
     q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride_b, table_stride_h,
     lens_stride_b, lens_stride_h, k_scale_stride, v_scale_stride,
@@ -259,16 +318,18 @@ def attention_split(
     HAS_SCALE: tl.constexpr, UNIFORM: tl.constexpr, SCHEDULE: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINK: tl.constexpr,
     STORE_LSE: tl.constexpr, PAD_QK: tl.constexpr, PAD_VO: tl.constexpr, DOT_FP32: tl.constexpr,
-    BLOCK_B: tl.constexpr,
+    BLOCK_B: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One query tile × one split of its KV range → a partial state, or the answer.
 
     Longer than 80 lines because its steps share some forty values: a helper would take them all.
 
-    SCHEDULE "direct": one split, out and lse are final. The others write partial states to
+    SCHEDULE "direct": one split, out and lse are final. "scan" and "even" write partial states to
     `[max_splits, total_q, heads, head_dim]`: "scan" takes its item from `schedule_splits`; "even"
-    cuts each row into up to `max_splits` equal parts, "fixed" into parts of `chunk_tiles` tiles
-    whoever else is in the batch, both with the split on grid axis 1.
+    cuts each row into up to `max_splits` equal parts, with the split on grid axis 1. So does
+    "fixed", by `fixed_splits`, whoever else is in the batch: a request of one split is final, the
+    states of others lie in `[batch, num_kv_heads, slot_axis, slot_rows, head_dim]`, slot `unit *
+    splits + split` (`part_out_ptr`, `part_lse_ptr`; `None` elsewhere).
     """
     item = tl.program_id(0) // num_kv_heads
     head = tl.program_id(0) % num_kv_heads
@@ -284,17 +345,10 @@ def attention_split(
     else:
         request, unit = _find_request(item, batch, group, qo_indptr_ptr, BLOCK_M)
 
-    if UNIFORM:
-        qo_len = uniform_qo_len
-        q_start = request.to(tl.int64) * uniform_qo_len
-    else:
-        q_start = tl.load(qo_indptr_ptr + request).to(tl.int64)
-        qo_len = tl.load(qo_indptr_ptr + request + 1) - q_start.to(tl.int32)
-    if HAS_LENS:
-        kv_len = tl.load(kv_lens_ptr + request.to(tl.int64) * lens_stride_b + head * lens_stride_h)
-        kv_len = tl.minimum(tl.maximum(kv_len, 0), capacity)
-    else:
-        kv_len = capacity
+    q_start, qo_len, kv_len = request_lengths(
+        request, head, uniform_qo_len, capacity, kv_lens_ptr, lens_stride_b, lens_stride_h,
+        qo_indptr_ptr, UNIFORM, HAS_LENS,
+    )  # fmt: skip
 
     splits = max_splits
     kv_tiles = (kv_len + BLOCK_N - 1) // BLOCK_N
@@ -304,6 +358,12 @@ def attention_split(
         unit = unit // splits
     elif SCHEDULE == "even":
         splits = _num_splits(kv_tiles, min_tiles, max_splits)
+    elif SCHEDULE == "fixed":
+        first_tile, per_split, splits = fixed_splits(
+            kv_len, qo_len, group, window_left, chunk_tiles, slots, BLOCK_M, BLOCK_N, HAS_LEFT
+        )
+        if split >= splits:
+            return
 
     # Rows of the tile: row r is query token r // group, query head r % group of this KV head.
     rows = unit * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -349,8 +409,8 @@ def attention_split(
         tile_lo = range_lo + ((count * this) // splits).to(tl.int32)
         tile_hi = range_lo + ((count * after) // splits).to(tl.int32)
     elif SCHEDULE == "fixed":
-        tile_lo = tl.maximum(range_lo, split * chunk_tiles)
-        tile_hi = tl.minimum(range_hi, (split + 1) * chunk_tiles)
+        tile_lo = tl.maximum(range_lo, first_tile + split * per_split)
+        tile_hi = tl.minimum(range_hi, first_tile + (split + 1) * per_split)
     else:
         tile_lo = range_lo
         tile_hi = range_hi
@@ -362,10 +422,19 @@ def attention_split(
     q = tl.load(q_ptr + q_row[:, None] + dim_qk[None, :], mask=q_mask, other=0.0)
 
     score_scale = sm_scale
-    if HAS_SCALE:
-        score_scale = score_scale * tl.load(k_scale_ptr + head * k_scale_stride)
+    wide_scale = 1.0
     cap_log2 = soft_cap * LOG2E
-    if HAS_CAP:
+    if WIDE:
+        if HAS_SCALE:
+            key_scale = tl.load(k_scale_ptr + head * k_scale_stride)
+            smaller = tl.abs(sm_scale) < key_scale
+            score_scale = tl.where(smaller, sm_scale, key_scale)
+            wide_scale = tl.where(smaller, key_scale, sm_scale)
+    elif HAS_SCALE:
+        score_scale = score_scale * tl.load(k_scale_ptr + head * k_scale_stride)
+    if WIDE:
+        pass
+    elif HAS_CAP:
         score_scale = score_scale / soft_cap
     else:
         score_scale = score_scale * LOG2E
@@ -389,17 +458,19 @@ def attention_split(
         interior_hi = tl.minimum(tl.maximum(every_end // BLOCK_N, tile_lo), tile_hi)
         acc, row_max, row_sum = _attend_tiles(
             acc, row_max, row_sum, q, tile_lo, interior_hi,
-            k_base, v_base, table, kv_len, first_visible, last_visible, score_scale, cap_log2,
-            k_page_stride, k_token_stride, v_page_stride, v_token_stride, head_dim_qk, head_dim_vo,
+            k_base, v_base, table, kv_len, first_visible, last_visible, score_scale, wide_scale,
+            cap_log2, soft_cap, k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+            head_dim_qk, head_dim_vo,
             BLOCK_N, BLOCK_QK, BLOCK_VO, PAGE, PAGED, FP8, HAS_CAP, PAD_QK, PAD_VO, False, DTYPE,
-            DOT_FP32,
+            DOT_FP32, WIDE,
         )  # fmt: skip
     acc, row_max, row_sum = _attend_tiles(
         acc, row_max, row_sum, q, interior_hi, tile_hi,
-        k_base, v_base, table, kv_len, first_visible, last_visible, score_scale, cap_log2,
-        k_page_stride, k_token_stride, v_page_stride, v_token_stride, head_dim_qk, head_dim_vo,
+        k_base, v_base, table, kv_len, first_visible, last_visible, score_scale, wide_scale,
+        cap_log2, soft_cap, k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+        head_dim_qk, head_dim_vo,
         BLOCK_N, BLOCK_QK, BLOCK_VO, PAGE, PAGED, FP8, HAS_CAP, PAD_QK, PAD_VO, True, DTYPE,
-        DOT_FP32,
+        DOT_FP32, WIDE,
     )  # fmt: skip
 
     # Empty by visibility, not by row_max: a row that sees only NaN must answer NaN.
@@ -407,12 +478,11 @@ def attention_split(
     empty = seen_end <= tl.maximum(first_visible, tile_lo * BLOCK_N)
     if HAS_SINK and SCHEDULE == "direct":
         sink = tl.load(sink_ptr + q_head, mask=row_live, other=float("-inf")) * LOG2E
-        with_sink = tl.maximum(row_max, sink)
-        with_sink = tl.where(empty, 0.0, with_sink)
-        rescale = tl.where(empty, 0.0, tl.exp2(row_max - with_sink))
-        row_sum = row_sum * rescale + tl.where(empty, 0.0, tl.exp2(sink - with_sink))
-        acc = acc * rescale[:, None]
-        row_max = tl.where(empty, row_max, with_sink)
+        acc, row_max, row_sum = _with_sink(acc, row_max, row_sum, sink, empty)
+    if HAS_SINK and SCHEDULE == "fixed":
+        if splits == 1:
+            sink = tl.load(sink_ptr + q_head, mask=row_live, other=float("-inf")) * LOG2E
+            acc, row_max, row_sum = _with_sink(acc, row_max, row_sum, sink, empty)
     denominator = tl.where(empty, 1.0, row_sum)
     value_scale = 1.0
     if HAS_SCALE:
@@ -430,6 +500,23 @@ def attention_split(
         tl.store(out_ptr + out_row[:, None] + dim_vo[None, :], out, mask=out_mask)
         if STORE_LSE:
             tl.store(lse_ptr + lse_row, lse, mask=row_live)
+    elif SCHEDULE == "fixed":
+        if splits == 1:
+            out = acc.to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + out_row[:, None] + dim_vo[None, :], out, mask=out_mask)
+            if STORE_LSE:
+                tl.store(lse_ptr + lse_row, lse, mask=row_live)
+        else:
+            lane = tl.arange(0, BLOCK_M)
+            slot = (request.to(tl.int64) * num_kv_heads + head) * slot_axis + unit * splits + split
+            part_row = slot * slot_rows + lane
+            held = row_live & (lane < slot_rows)
+            tl.store(
+                part_out_ptr + (part_row * head_dim_vo)[:, None] + dim_vo[None, :],
+                acc,
+                mask=out_mask & (held & ~empty)[:, None],
+            )
+            tl.store(part_lse_ptr + part_row, lse, mask=held)
     else:
         # An empty state leaves its output unwritten: the merge never reads it.
         part = split.to(tl.int64)
@@ -449,51 +536,3 @@ def attention_split(
                         mask=row_live,
                     )
                     unused_row += lse_split_stride
-
-
-@triton.jit(do_not_specialize=["splits", "num_heads", "out_split_stride", "lse_split_stride"])
-def merge_splits(
-    out_parts_ptr, lse_parts_ptr, sink_ptr, out_ptr, lse_ptr, splits, num_heads, head_dim,
-    out_split_stride, out_row_stride, lse_split_stride,
-    out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
-    BLOCK_S: tl.constexpr, BLOCK_VO: tl.constexpr, HAS_SINK: tl.constexpr, STORE_LSE: tl.constexpr,
-):  # fmt: skip
-    """out = Σ_s e^(lse_s - M) out_s / Z, Z = Σ_s e^(lse_s - M) + e^(sink - M); empty: 0, -inf."""
-    row = tl.program_id(0)
-    token = (row // num_heads).to(tl.int64)
-    head = row % num_heads
-    columns = tl.arange(0, BLOCK_VO)
-    top = tl.full((), float("-inf"), dtype=tl.float32)
-    num_live = tl.zeros((), dtype=tl.int32)  # counted apart: a NaN lse is live, but no maximum
-    for start in range(0, splits, BLOCK_S):
-        parts = start + tl.arange(0, BLOCK_S)
-        offsets = parts.to(tl.int64) * lse_split_stride + row
-        lse = tl.load(lse_parts_ptr + offsets, mask=parts < splits, other=float("-inf"))
-        top = tl.maximum(top, tl.max(lse, 0))
-        num_live += tl.sum((lse != float("-inf")).to(tl.int32), 0)
-    empty = num_live == 0
-    if HAS_SINK:
-        sink = tl.load(sink_ptr + head)
-        top = tl.where(empty, top, tl.maximum(top, sink))
-    base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros((), dtype=tl.float32)
-    acc = tl.zeros((BLOCK_VO,), dtype=tl.float32)
-    for start in range(0, splits, BLOCK_S):
-        parts = start + tl.arange(0, BLOCK_S)
-        offsets = parts.to(tl.int64) * lse_split_stride + row
-        lse = tl.load(lse_parts_ptr + offsets, mask=parts < splits, other=float("-inf"))
-        weight = tl.exp2((lse - base) * LOG2E)
-        rows = parts.to(tl.int64) * out_split_stride + row.to(tl.int64) * out_row_stride
-        live = (lse != float("-inf"))[:, None] & (columns < head_dim)[None, :]
-        part = tl.load(out_parts_ptr + rows[:, None] + columns[None, :], mask=live, other=0.0)
-        acc += tl.sum(part * weight[:, None], 0)
-        total += tl.sum(weight, 0)
-    if HAS_SINK:
-        total += tl.where(empty, 0.0, tl.exp2((sink - base) * LOG2E))
-    total = tl.where(empty, 1.0, total)
-    out = (acc / total).to(out_ptr.dtype.element_ty)
-    out_row = token * out_token_stride + head * out_head_stride
-    tl.store(out_ptr + out_row + columns, out, mask=columns < head_dim)
-    if STORE_LSE:
-        result = tl.where(empty, float("-inf"), base + tl.log2(total) * LN2)
-        tl.store(lse_ptr + token * lse_token_stride + head * lse_head_stride, result)

@@ -23,7 +23,12 @@ from stream_attention.core.registry import (
     MergeProblem,
     Registry,
 )
-from stream_attention.core.routes.triton_config import TritonConfig, choose_config
+from stream_attention.core.routes.triton_config import (
+    SlotShape,
+    TritonConfig,
+    choose_config,
+    wide_scale,
+)
 from stream_attention.core.tile_plan import AttentionTilePlan
 
 ROUTE = "triton"
@@ -40,9 +45,9 @@ class TritonLaunch:
         config: TritonConfig | None = None,
         merge_records: tuple[Any, ...] = (),
     ) -> None:
-        from stream_attention.core.routes import triton_kernels
+        from stream_attention.core.routes import triton_kernels, triton_merge
 
-        self._kernels = triton_kernels
+        self._kernels, self._merges = triton_kernels, triton_merge
         self._problem = problem
         self._device = device
         self.config = config or choose_config(problem, device)
@@ -58,17 +63,26 @@ class TritonLaunch:
         heads, ints = problem.num_kv_heads, {"dtype": torch.int32, "device": bound.q.device}
         self._split_tiles = torch.zeros(heads if scanned else 0, **ints)
         self._item_ends = torch.zeros(heads * scanned, **ints)
-        rows = problem.total_qo_len * problem.num_qo_heads
-        if self.config.schedule != "direct" and rows:
-            shape = (self.config.max_splits, problem.total_qo_len, problem.num_qo_heads)
+        self._fixed = self.config.schedule == "fixed"
+        self._slots = SlotShape.of(problem, self.config)
+        if self.config.schedule != "direct" and problem.total_qo_len:
+            shape: tuple[int, ...] = (self.config.max_splits, problem.total_qo_len)
+            shape = (*shape, problem.num_qo_heads)
+            if self._fixed:  # never none, so that one kernel serves every capacity
+                rows = problem.batch * problem.num_kv_heads * self._slots.slots * self._slots.rows
+                shape = (max(1, rows),)
             kwargs = {"dtype": torch.float32, "device": bound.q.device}
             self._scratch_out = torch.empty((*shape, problem.head_dim_vo), **kwargs)
             self._scratch_lse = torch.full(shape, float("-inf"), **kwargs)
         one = torch.ones(1, dtype=torch.float32, device=bound.q.device)
         self._unit_scale = one.expand(problem.num_kv_heads)
         self._merge: Any = None
-        self._merge_name = "triton merge_splits"
-        if self._scratch_out is not None:
+        self._merge_name = "triton merge_slots" if self._fixed else "triton merge_splits"
+        self._merge_grid = (problem.total_qo_len * problem.num_qo_heads, 1, 1)
+        if self._fixed:
+            rows = problem.batch * problem.num_kv_heads * self._slots.merge_rows
+            self._merge_grid = (rows, 1, 1)
+        elif self._scratch_out is not None:
             self._merge = self._native_merge(bound)
         self.rebind(bound)
         self.backend_plan = self._plan()
@@ -82,15 +96,17 @@ class TritonLaunch:
         if self._scratch_out is not None and self._scratch_lse is not None:
             workspace = 4 * (self._scratch_out.numel() + self._scratch_lse.numel())
             workspace += 4 * (self._split_tiles.numel() + self._item_ends.numel())
-            rows = problem.total_qo_len * problem.num_qo_heads
-            launches.append(LaunchSpec(self._merge_name, (rows, 1, 1), 128))
-        fixed = config.schedule == "fixed"
+            if self._merge_grid[0]:
+                launches.append(LaunchSpec(self._merge_name, self._merge_grid, 128))
+        split_tokens = config.chunk_tiles * config.block_n if self._fixed else 0
+        if split_tokens * config.max_splits < problem.kv_tokens_seen:  # long requests take more
+            split_tokens = 0
         return AttentionBackendPlan(
             route=ROUTE,
             backend="triton",
             arch=self._device.arch,
             splits=config.max_splits,
-            split_tokens=config.chunk_tiles * config.block_n if fixed else 0,
+            split_tokens=split_tokens,
             workspace_bytes=workspace,
             launches=tuple(launches),
             estimate_us=_estimate_us(problem, self._device),
@@ -142,9 +158,10 @@ class TritonLaunch:
 
     def _split_arguments(self, bound: BoundTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         problem, config, kv = self._problem, self.config, bound.kv
-        direct = self._scratch_out is None
+        direct = self._scratch_out is None or self._fixed
         out = bound.out if direct else self._scratch_out
         lse = bound.lse if direct else self._scratch_lse
+        parts = (self._scratch_out, self._scratch_lse) if self._fixed else (None, None)
         assert out is not None
         key, value = kv.key, kv.value
         fp8 = problem.kv_dtype == "float8_e4m3fn"
@@ -159,7 +176,7 @@ class TritonLaunch:
         table, lens = kv.page_table, kv.kv_lens
         args = (
             bound.q, key, value, table, lens, bound.qo_indptr, key_scale, value_scale,
-            bound.attn_sink, self._item_ends, self._split_tiles, out, lse,
+            bound.attn_sink, self._item_ends, self._split_tiles, out, lse, *parts,
             problem.batch, problem.total_qo_len, problem.max_qo_len if uniform else 0,
             self._capacity,
             problem.num_kv_heads, problem.gqa_group_size, problem.head_dim_qk, problem.head_dim_vo,
@@ -167,6 +184,7 @@ class TritonLaunch:
             min(problem.window_left or 0, (1 << 31) - 1),
             min(problem.window_right or 0, (1 << 31) - 1),
             config.min_tiles, config.max_splits, config.chunk_tiles,
+            config.slots, self._slots.slots, self._slots.rows,
             bound.q.stride(0), bound.q.stride(1), key.stride(0), key.stride(1), key.stride(2),
             value.stride(0), value.stride(1), value.stride(2),
             table.stride(0) if table is not None else 0,
@@ -202,6 +220,7 @@ class TritonLaunch:
             "PAD_VO": config.block_vo != problem.head_dim_vo,
             "DOT_FP32": _interpreting(),
             "BLOCK_B": 128,
+            "WIDE": wide_scale(problem),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }
@@ -229,6 +248,8 @@ class TritonLaunch:
     def _merge_arguments(self, bound: BoundTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._scratch_out is None or self._scratch_lse is None:
             return (), {}
+        if self._fixed:
+            return self._slot_arguments(bound)
         problem, config, lse = self._problem, self.config, bound.lse
         args = (
             self._scratch_out, self._scratch_lse, bound.attn_sink, bound.out, lse,
@@ -246,6 +267,33 @@ class TritonLaunch:
         }
         return args, meta
 
+    def _slot_arguments(self, bound: BoundTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        problem, config, lens, lse = self._problem, self.config, bound.kv.kv_lens, bound.lse
+        uniform = bound.qo_indptr is None
+        args = (
+            self._scratch_out, self._scratch_lse, lens, bound.qo_indptr, bound.attn_sink,
+            bound.out, lse, problem.max_qo_len if uniform else 0, self._capacity,
+            problem.num_kv_heads, problem.gqa_group_size, problem.head_dim_vo,
+            min(problem.window_left or 0, (1 << 31) - 1), config.chunk_tiles,
+            config.slots, self._slots.slots, self._slots.rows, self._slots.merge_rows,
+            0 if lens is None else lens.stride(0), 0 if lens is None else lens.stride(1),
+            bound.out.stride(0), bound.out.stride(1),
+            0 if lse is None else lse.stride(0), 0 if lse is None else lse.stride(1),
+        )  # fmt: skip
+        meta = {
+            "BLOCK_S": 16,
+            "BLOCK_VO": config.block_vo,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "UNIFORM": uniform,
+            "HAS_LENS": lens is not None,
+            "HAS_LEFT": problem.window_left is not None,
+            "HAS_SINK": bound.attn_sink is not None,
+            "STORE_LSE": lse is not None,
+            "num_warps": 4,
+        }
+        return args, meta
+
     def run(self) -> None:
         """Enqueue on the current stream: one launch, and one more when there are splits."""
         problem, config = self._problem, self.config
@@ -257,10 +305,10 @@ class TritonLaunch:
         self._kernels.attention_split[self._grid](*self._split_args, **self._split_meta)
         if self._merge is not None:
             self._merge.run()
-        elif self._scratch_out is not None:
+        elif self._scratch_out is not None and self._merge_grid[0]:
             args, meta = self._merge_args
-            rows = problem.total_qo_len * problem.num_qo_heads
-            self._kernels.merge_splits[(rows, 1, 1)](*args, **meta)
+            merge = self._merges.merge_slots if self._fixed else self._merges.merge_splits
+            merge[self._merge_grid](*args, **meta)
 
     def reset(self) -> None:
         """Make the scratch as new: every state empty."""
