@@ -95,12 +95,13 @@ def run_alone(call: Call, items: Items, index: int) -> None:
     pick = slice(None) if head is None else slice(head, head + 1)
     query = call.q[row : row + rows, pick]
     query = _scaled_query(call, query.transpose(0, 1), pick).view(heads, rows * group, -1)
+    factor = _score_factor(call, pick)
     state = State()
     for begin, end in chunks(lo, hi, kv.page_size, call.chunk_tokens):
         ids = pages
         if kv.page_table is not None:
             ids = pages[begin // kv.page_size : (end - 1) // kv.page_size + 1]
-        _chunk_step(call, state, query, (begin, end), ids, head, (position, rows))
+        _chunk_step(call, state, (query, factor), (begin, end), ids, head, (position, rows))
     empty = None
     if call.sight.right is not None and position + call.sight.right < 0:
         first = position + call.sight.right
@@ -114,7 +115,7 @@ def run_alone(call: Call, items: Items, index: int) -> None:
 def _chunk_step(
     call: Call,
     state: State,
-    query: torch.Tensor,
+    scaled: tuple[torch.Tensor, torch.Tensor | float | None],
     span: tuple[int, int],
     pages: torch.Tensor,
     head: int | None,
@@ -122,14 +123,18 @@ def _chunk_step(
 ) -> None:
     """Scores of one chunk of tokens, one softmax step, then `acc += P V`.
 
+    scaled: the query rows, and what their scores are yet to be multiplied by.
     span: `[begin, end)` tokens, all in `pages` (which start with the page of `begin`).
     place: position of the first query row, and the number of them.
     """
-    (begin, end), (position, count) = span, place
+    (query, factor), (begin, end), (position, count) = scaled, span, place
     heads, rows, _ = query.shape
     offset, tokens = begin % call.bound.kv.page_size, end - begin
     key = call.key.tile(pages, offset, tokens, head)
-    scores = cap_(torch.bmm(query, key.transpose(1, 2)), call.problem.logits_soft_cap)
+    scores = torch.bmm(query, key.transpose(1, 2))
+    if factor is not None:
+        scores.mul_(factor)
+    cap_(scores, call.problem.logits_soft_cap)
     mask = None
     if _cuts(call.sight, position, count, begin, end):
         token = torch.arange(begin, end, device=query.device)
@@ -174,7 +179,13 @@ def run_group(call: Call, items: Items, tokens: int) -> None:
     query = query.view(count, rows, heads, group, -1).transpose(1, 2)
     query = _scaled_query(call, query, pick).view(count * heads, rows * group, -1)
     key = call.key.tiles(page, slot, head)
-    scores = cap_(torch.bmm(query, key.transpose(1, 2)), p.logits_soft_cap)
+    scores = torch.bmm(query, key.transpose(1, 2))
+    factor = _score_factor(call, pick)
+    if isinstance(factor, torch.Tensor) and head is None:
+        factor = factor.expand(count, heads, 1, 1).reshape(count * heads, 1, 1)
+    if factor is not None:
+        scores.mul_(factor)
+    cap_(scores, p.logits_soft_cap)
     place = (position.unsqueeze(1) + torch.arange(rows, device=device)).unsqueeze(2)
     mask = hidden(place, token.unsqueeze(1), call.sight)  # [count, rows, tokens]
     unseen = ~valid.unsqueeze(1)
@@ -197,12 +208,28 @@ def run_group(call: Call, items: Items, tokens: int) -> None:
 
 
 def _scaled_query(call: Call, query: torch.Tensor, pick: slice | torch.Tensor) -> torch.Tensor:
-    """`sm_scale * key_scale * q`, fp32, contiguous; query is `[…, heads, rows, group, dim]`."""
-    query = query.to(torch.float32, memory_format=torch.contiguous_format) * call.problem.sm_scale
+    """q times what of `sm_scale` and the key scale is at most 1, fp32, contiguous.
+
+    query: `[…, heads, rows, group, dim]`. Larger factors wait for the scores (`_score_factor`):
+    a query times one of them may be no float32 where the score is.
+    """
+    query = query.to(torch.float32, memory_format=torch.contiguous_format)
+    query = query * (call.problem.sm_scale if abs(call.problem.sm_scale) <= 1 else 1.0)
     scale = call.bound.kv.key_scale
     if scale is not None:
-        query.mul_(_per_head(scale[pick], pick))
+        query.mul_(_per_head(scale[pick], pick).clamp(max=1.0))
     return query.contiguous()
+
+
+def _score_factor(call: Call, pick: slice | torch.Tensor) -> torch.Tensor | float | None:
+    """What of the factors is above 1: one number, or `[heads | units, 1, 1]`; `None` = nothing."""
+    own = call.problem.sm_scale if abs(call.problem.sm_scale) > 1 else None
+    scale = call.bound.kv.key_scale
+    if scale is None:
+        return own
+    above = _per_head(scale[pick], pick).clamp(min=1.0).flatten(1)
+    above = above.unsqueeze(-1)
+    return above if own is None else above * own
 
 
 def _per_head(facts: torch.Tensor, pick: slice | torch.Tensor) -> torch.Tensor:
@@ -230,6 +257,7 @@ def _finish(
     assert state.total is not None
     assert state.largest is not None
     acc = state.acc.view(*shape, -1)
-    if kv.value_scale is not None:
-        acc.mul_(_per_head(kv.value_scale[pick], pick))
-    return finish(acc, state.total.view(shape), state.largest.view(shape), sink, empty)
+    out, lse = finish(acc, state.total.view(shape), state.largest.view(shape), sink, empty)
+    if kv.value_scale is not None:  # last, as a sum of scaled values may be no float32
+        out.mul_(_per_head(kv.value_scale[pick], pick))
+    return out, lse
