@@ -100,17 +100,20 @@ def _reference(call: OracleCall, block: oracle.Block, chunk: slice, result: Gold
     live, scores, visible = oracle.masked_scores(call, block, chunk, torch.float32)
     if not live.numel():
         return
-    largest = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - largest)
+    largest = scores.amax(-1)
+    sink = oracle.sink_of_rows(call, block, live)
+    if sink is not None:
+        sink = sink.float()
+        largest = torch.maximum(largest, sink)
+    weights = torch.exp(scores - largest.unsqueeze(-1))
     denominator = weights.sum(-1)
-    if call.attn_sink is not None:
-        sink = oracle.sink_of_rows(call, block, live).float()
-        denominator = denominator + torch.exp(sink - largest.squeeze(-1))
+    if sink is not None:
+        denominator = denominator + torch.exp(sink - largest)
     rounded = weights.to(block.q.dtype).float()
     out = oracle.weighted_values(block, rounded, visible) / denominator.unsqueeze(-1)
     row, head = oracle.rows_of(block, chunk, live)
     result.reference_out[row, head] = out.to(result.dtype)
-    result.reference_lse[row, head] = largest.squeeze(-1) + torch.log(denominator)
+    result.reference_lse[row, head] = largest + torch.log(denominator)
 
 
 def _noise(call: OracleCall, block: oracle.Block, chunk: slice, result: Golden) -> None:
@@ -124,10 +127,7 @@ def _noise(call: OracleCall, block: oracle.Block, chunk: slice, result: Golden) 
     live, scores, visible = oracle.masked_scores(call, block, chunk)
     if not live.numel():
         return
-    norm = torch.logsumexp(scores, -1)
-    if call.attn_sink is not None:
-        norm = torch.logaddexp(norm, oracle.sink_of_rows(call, block, live))
-    weights = torch.exp(scores - norm.unsqueeze(-1))
+    weights, norm = oracle.softmax(scores, oracle.sink_of_rows(call, block, live))
     unit = unit_roundoff(torch.float32)
     dim = block.q.shape[-1]
     rows = block.q[chunk].double().abs().reshape(-1, dim)[live]
