@@ -18,7 +18,7 @@ import torch
 from stream_attention.core.backend_plan import AttentionBackendPlan, LaunchSpec
 from stream_attention.core.device import DeviceFacts
 from stream_attention.core.errors import UnsupportedProblem
-from stream_attention.core.launch import BoundTensors
+from stream_attention.core.launch import BoundTensors, NotCopied
 from stream_attention.core.native import DTYPE_CODES, NativeLaunchError, NativeLibrary
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord, CapabilityRule
@@ -125,7 +125,7 @@ def _strides(tensor: torch.Tensor) -> list[int]:
     ]
 
 
-class DecodeLaunch:
+class DecodeLaunch(NotCopied):
     """A built plan of the route. See `stream_attention.core.launch.Launch`."""
 
     def __init__(self, problem: AttentionProblem, device: DeviceFacts, bound: BoundTensors) -> None:

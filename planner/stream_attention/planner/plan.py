@@ -10,6 +10,7 @@ from stream_attention.core.backend_plan import AttentionBackendPlan
 from stream_attention.core.describe import Described
 from stream_attention.core.errors import StalePlanError, shape_of
 from stream_attention.core.info import AttentionInfo
+from stream_attention.core.launch import NotCopied
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.tile_plan import AttentionTilePlan
 from stream_attention.planner.dispatch import Built
@@ -36,7 +37,7 @@ def _never(*tensors: torch.Tensor) -> bool:
     return False
 
 
-class AttentionPlan:
+class AttentionPlan(NotCopied):
     """One planned call over bound tensors.
 
     `run()` reads q, the cache and the other bound tensors where they lie; their contents may change
@@ -44,7 +45,8 @@ class AttentionPlan:
     addresses, shapes, strides and dtypes may not: `StalePlanError` names what did. The plan owns
     its outputs (unless the caller gave them) and its scratch, and shares neither with another plan;
     the tensors that `run` returns are written again by the next `run`. `qo_indptr` may change
-    within `problem.max_qo_len`. One plan runs on one stream at a time.
+    within `problem.max_qo_len`. One plan runs on one stream at a time. It cannot be copied or
+    pickled: plan again over the copied tensors.
     """
 
     __slots__ = (
@@ -63,6 +65,8 @@ class AttentionPlan:
         "problem",
         "tile_plan",
     )
+
+    _instead = "plan again over the copied tensors: engine.plan(...)"
 
     problem: AttentionProblem
     tile_plan: AttentionTilePlan
