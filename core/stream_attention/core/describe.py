@@ -170,7 +170,10 @@ def phase_of(total_qo_len: int, batch: int, max_qo_len: int, kv_capacity: int) -
 
 
 def _as_cache(faults: Faults, cache: Any, v_cache: Any) -> KVCache | None:
-    """A cache object as it is, a pair of tensors as a `ContiguousKVCache`, or `None` and faults."""
+    """A cache object as it is, a pair of tensors as a `ContiguousKVCache`, or `None` and faults.
+
+    The metadata of a cache's tensors may have changed since it was made.
+    """
     if isinstance(cache, (PagedKVCache, ContiguousKVCache)):
         if v_cache is not None:
             faults.add(
@@ -179,7 +182,12 @@ def _as_cache(faults: Faults, cache: Any, v_cache: Any) -> KVCache | None:
                 "a cache object brings its own",
                 "None",
             )
-        return cache
+        if torch.compiler.is_compiling():
+            return cache
+        found = cache.faults()
+        for fault in found:
+            faults.add(fault.parameter, fault.value, fault.rule, fault.nearest)
+        return None if found else cache
     pair = SimpleNamespace(key=cache, value=v_cache, layout="NHD")
     if not isinstance(cache, torch.Tensor):
         faults.add(
