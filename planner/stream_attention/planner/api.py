@@ -101,7 +101,9 @@ def attention(
     q: packed `[total_q, num_qo_heads, head_dim]` beside `qo_indptr` `[batch + 1]` int32 (request b
         owns rows `qo_indptr[b] … qo_indptr[b + 1] - 1`), or a form that `decode` takes.
     max_qo_len: most queries of one request; found by validation, else `total_q` is assumed.
-    The rest is as in `decode`.
+    The rest is as in `decode`. Under `torch.compile` the info is made while tracing: where the
+    longest request decides the route and `max_qo_len` is not given, `info.route` says that it is
+    decided at run time, and `info.fallback_reasons` has every candidate.
     """
     result = _serve_or_trace(
         q,
