@@ -362,3 +362,14 @@ def test_golden_accepts_the_rounded_answer_and_refuses_the_next_dtype_down(dtype
         want.check(want.out.to(dtype), (want.lse + 1e-4).float())
     with pytest.raises(AssertionError, match="out: dtype"):
         want.check(want.out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_golden_is_the_same_under_autocast(dtype):
+    built = build(Case(dtype="float16", qo_lens=(1, 3), kv_lens=(90, 40)))
+    want = golden(built.q, built.cache, built.qo_indptr, **built.options)
+    with torch.autocast("cpu", dtype=dtype):
+        got = golden(built.q, built.cache, built.qo_indptr, **built.options)
+    for field in dataclasses.fields(want):
+        mine, theirs = getattr(got, field.name), getattr(want, field.name)
+        assert mine is theirs if field.name == "dtype" else torch.equal(mine, theirs)

@@ -304,3 +304,29 @@ def test_tensors_that_are_not_dense_are_refused():
     text = _refusal(merge_states, out.to_sparse(), lse, out, torch.nested.nested_tensor([lse[0]]))
     assert "out_a.layout=torch.sparse_coo: must be dense; use out_a.to_dense()" in text
     assert "lse_b.layout='nested': must be dense" in text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_changes_no_merge(dtype, autocast):
+    outs, lses = _states(3, dtype=dtype)
+    sink = torch.randn(4)
+    calls = (
+        lambda: merge_states(outs[0], lses[0], outs[1], lses[1]),
+        lambda: merge_many(outs, lses, sink),
+        lambda: merge_many(outs, lses, out_dtype=torch.float32),
+        lambda: torch_merge(outs.double(), lses.double()),
+    )
+    for call in calls:
+        want = call()
+        with torch.autocast("cpu", dtype=autocast):
+            got = call()
+        for mine, theirs in zip(got, want, strict=True):
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine, theirs)
+
+
+def test_tensors_without_memory_are_merged():
+    out, lse = torch.empty(3, 4, 8, device="meta"), torch.empty(3, 4, device="meta")
+    merged = merge_states(out, lse, out, lse)
+    assert [t.shape for t in merged] == [out.shape, lse.shape]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from stream_attention.core.cache import PagedKVCache
+from stream_attention.core.device import without_autocast
 from stream_attention.core.oracle_args import OracleCall, prepare, token_counts
 
 # fp64 scores held at once; 2^22 of them are 32 MB, and fewer would not make small problems faster.
@@ -93,9 +94,15 @@ def attention(
         attn_sink=attn_sink,
         attn_mask=attn_mask,
     )
-    total, heads = call.q.shape[:2]
-    out = torch.zeros(total, heads, call.out_shape[-1], dtype=torch.float64, device=q.device)
-    lse = torch.full((total, heads), -math.inf, dtype=torch.float64, device=q.device)
+    with without_autocast(q.device):
+        out, lse = _attention(call)
+    return (out, lse) if return_lse else out
+
+
+def _attention(call: OracleCall) -> tuple[torch.Tensor, torch.Tensor]:
+    (total, heads), device = call.q.shape[:2], call.q.device
+    out = torch.zeros(total, heads, call.out_shape[-1], dtype=torch.float64, device=device)
+    lse = torch.full((total, heads), -math.inf, dtype=torch.float64, device=device)
     for block in blocks(call):
         for chunk in query_chunks(block):
             live, scores, visible = masked_scores(call, block, chunk)
@@ -105,8 +112,7 @@ def attention(
             row, head = rows_of(block, chunk, live)
             out[row, head] = weighted_values(block, weights, visible)
             lse[row, head] = norm
-    out = out.reshape(call.out_shape)
-    return (out, lse.reshape(call.out_shape[:-1])) if return_lse else out
+    return out.reshape(call.out_shape), lse.reshape(call.out_shape[:-1])
 
 
 def blocks(call: OracleCall) -> Iterator[Block]:

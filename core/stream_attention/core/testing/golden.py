@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from stream_attention.core import oracle
+from stream_attention.core.device import without_autocast
 from stream_attention.core.oracle_args import OracleCall, prepare
 from stream_attention.core.testing.tolerance import (
     assert_close,
@@ -88,10 +89,11 @@ def golden(
         lse_noise=torch.zeros(shape[:2], dtype=torch.float64, device=device),
         dtype=dtype,
     )
-    for block in oracle.blocks(call):
-        for chunk in oracle.query_chunks(block):
-            _reference(call, block, chunk, result)
-            _noise(call, block, chunk, result)
+    with without_autocast(device):
+        for block in oracle.blocks(call):
+            for chunk in oracle.query_chunks(block):
+                _reference(call, block, chunk, result)
+                _noise(call, block, chunk, result)
     return result
 
 
