@@ -32,9 +32,8 @@ def metadata_of(cache: Any) -> tuple[Any, ...]:
 
 def check_storage(cache: Any, faults: Faults, names: tuple[str, ...]) -> None:
     """Rank, dtype, device, layout, strides and agreement of the key and value pools."""
-    faults.require(
-        cache.layout in LAYOUTS, "layout", cache.layout, "must be 'NHD' or 'HND'", "'NHD'"
-    )
+    known = isinstance(cache.layout, str) and cache.layout in LAYOUTS
+    faults.require(known, "layout", cache.layout, "must be 'NHD' or 'HND'", "'NHD'")
     for name in names:
         pool = getattr(cache, name)
         if not faults.require(

@@ -188,7 +188,7 @@ def _check_options(
             "None",
         )
     faults.require(
-        not (causal and right),
+        not (causal is True and is_int(right) and right > 0),
         "window_right",
         right,
         "a causal problem sees nothing to the right of its query",

@@ -182,6 +182,7 @@ def prefill(
         mode=mode,
         identity=PolicyIdentity(*names),
         validate=validate,
+        return_info=return_info,
         out=out,
         **options,
     )
@@ -240,6 +241,7 @@ def train(
         generator=generator,
         mode=mode,
         identity=PolicyIdentity(*names),
+        return_info=return_info,
         **options,
     )
     return _shown(result, return_info)
@@ -260,7 +262,8 @@ def _serve_or_trace(
         from stream_attention.planner.traced import call_traced
 
         return call_traced(q, cache, qo_indptr, names=names, return_info=return_info, **options)
-    return serve(q, cache, qo_indptr, identity=PolicyIdentity(*names), **options)
+    who = PolicyIdentity(*names)
+    return serve(q, cache, qo_indptr, identity=who, return_info=return_info, **options)
 
 
 def _is_subclass(q: Any) -> bool:

@@ -145,7 +145,9 @@ class StreamAttnEngine:
             decision, described = decide_with(
                 mode,
                 self.identity,
-                lambda: describe(q, cache, qo_indptr, v_cache=v_cache, **options),
+                lambda: describe(
+                    q, cache, qo_indptr, v_cache=v_cache, flags={"validate": validate}, **options
+                ),
             )
             if validate:
                 described = checked(described, max_qo_len)

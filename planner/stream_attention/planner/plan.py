@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +37,16 @@ def index_to_hold(device: torch.device) -> int | None:
 
 def _never(*tensors: torch.Tensor) -> bool:
     return False
+
+
+def is_inference(tensor: torch.Tensor | None) -> bool:
+    """Whether only code in inference mode may write `tensor`."""
+    return tensor is not None and tensor.is_inference()
+
+
+def _run_in_inference_mode(run: Callable[[], None]) -> None:
+    with torch.inference_mode():
+        run()
 
 
 class AttentionPlan(NotCopied):
@@ -86,9 +98,11 @@ class AttentionPlan(NotCopied):
         self.backend_plan = built.backend_plan
         self.info = built.info
         self._launch = built.launch
-        self._run_launch = built.launch.run
+        self._run_launch: Callable[[], None] = built.launch.run
         self._device_index = index_to_hold(described.bound.q.device)
         out, lse = described.result(), described.result_lse()
+        if is_inference(out) or is_inference(lse):
+            self._run_launch = functools.partial(_run_in_inference_mode, built.launch.run)
         self._result = (out, built.info) if lse is None else (out, lse, built.info)
         watched = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
         watched.setdefault("out", out)
