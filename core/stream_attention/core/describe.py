@@ -179,7 +179,8 @@ def phase_of(total_qo_len: int, batch: int, max_qo_len: int, kv_capacity: int) -
 def _as_cache(faults: Faults, cache: Any, v_cache: Any) -> KVCache | None:
     """A cache object as it is, a pair of tensors as a `ContiguousKVCache`, or `None` and faults.
 
-    The metadata of a cache's tensors may have changed since it was made.
+    The metadata of a cache's tensors may have changed since it was made, and a cache that was made
+    in a traced function was not checked.
     """
     if isinstance(cache, (PagedKVCache, ContiguousKVCache)):
         if v_cache is not None:
@@ -189,8 +190,6 @@ def _as_cache(faults: Faults, cache: Any, v_cache: Any) -> KVCache | None:
                 "a cache object brings its own",
                 "None",
             )
-        if torch.compiler.is_compiling():
-            return cache
         found = cache.faults()
         for fault in found:
             faults.add(fault.parameter, fault.value, fault.rule, fault.nearest)

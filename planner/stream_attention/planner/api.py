@@ -172,7 +172,8 @@ def prefill(
     if torch.compiler.is_compiling():
         from stream_attention.planner.traced_sequences import prefill_traced
 
-        result = prefill_traced(q, k, v, attn_mask, mode, names, validate, out, options)
+        flags = {"validate": validate, "return_info": return_info}
+        result = prefill_traced(q, k, v, attn_mask, mode, names, flags, out, options)
         return _shown(result, return_info)
     result = run_prefill(
         q,
@@ -230,7 +231,8 @@ def train(
     if torch.compiler.is_compiling():
         from stream_attention.planner.traced_sequences import train_traced
 
-        result = train_traced(q, k, v, attn_mask, dropout_p, generator, mode, names, options)
+        flags = {"return_info": return_info}
+        result = train_traced(q, k, v, attn_mask, dropout_p, generator, mode, names, flags, options)
         return _shown(result, return_info)
     result = run_train(
         q,

@@ -25,6 +25,13 @@ from stream_attention.planner.dispatch import slower, unsupported, why_chosen
 from stream_attention.planner.modes import PolicyIdentity, canonical_mode, decide
 from stream_attention.planner.ops import attention_op, attention_out_op, cache_of
 from stream_attention.planner.serve import RANKINGS
+from stream_attention.planner.traced_checks import (
+    bounded,
+    check_cache_kinds,
+    check_gradients,
+    check_identity,
+    check_kinds,
+)
 
 
 def call_traced(
@@ -54,17 +61,40 @@ def call_traced(
     With `return_info` the traced function is specialized on shapes (the route depends on them);
     without, sizes may stay symbolic.
     """
-    _check_kinds(
-        cache if isinstance(cache, KVCache) else (cache, v_cache),
-        {"qo_indptr": qo_indptr, "attn_sink": attn_sink, "out": out, "lse": lse},
-        {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap},
-        {"max_qo_len": max_qo_len, "window_left": window_left, "window_right": window_right},
-        {"causal": causal, "return_lse": return_lse, "batch_invariant": batch_invariant},
-        lse is None or return_lse is True,
-    )
     if not torch.compiler.is_compiling():
         canonical_mode(mode)
         PolicyIdentity(*names)
+    faults = Faults()
+    outputs = {"out": out, "lse": lse}
+    check_cache_kinds(faults, cache, v_cache)
+    check_kinds(
+        faults,
+        tensors={"qo_indptr": qo_indptr, "attn_sink": attn_sink, **outputs},
+        numbers={"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, **_scales(cache)},
+        counts={
+            "max_qo_len": max_qo_len,
+            "window_left": window_left,
+            "window_right": window_right,
+            "layer_id": names[2],
+        },
+        flags={
+            "causal": causal,
+            "return_lse": return_lse,
+            "batch_invariant": batch_invariant,
+            "validate": validate,
+            "return_info": return_info,
+        },
+        names={"mode": mode, "policy_name": names[0], "model_id": names[1]},
+    )
+    if not isinstance(q, torch.Tensor):
+        faults.add("q", type(q).__name__, "must be a torch.Tensor")
+    if lse is not None and return_lse is not True:
+        faults.add("return_lse", return_lse, "lse is given", "return_lse=True")
+    read = {"q": q, "attn_sink": attn_sink, **_pools(cache, v_cache)}
+    check_gradients(faults, {**read, **outputs})
+    check_identity(faults, out, lse, {**read, "qo_indptr": qo_indptr})
+    faults.raise_if_any("attention")
+    window_left, window_right = bounded(window_left), bounded(window_right)
     if isinstance(cache, torch.Tensor):
         cache = ContiguousKVCache(key=cache, value=v_cache)
     table = cache.page_table if isinstance(cache, PagedKVCache) else None
@@ -108,35 +138,18 @@ def call_traced(
     return out, lse, info
 
 
-def _check_kinds(
-    cache: Any,
-    tensors: dict[str, Any],
-    numbers: dict[str, Any],
-    counts: dict[str, Any],
-    flags: dict[str, Any],
-    takes_lse: bool,
-) -> None:
-    """What the operator's schema would refuse in torch's words, or take for something else."""
-    faults = Faults()
-    if not isinstance(cache, KVCache) and not isinstance(cache[0], torch.Tensor):
-        kind = type(cache[0]).__name__
-        faults.add("cache", kind, "must be a cache, or a key tensor beside v_cache")
-    for kinds, values, rule in (
-        (torch.Tensor, tensors, "must be None or a torch.Tensor"),
-        ((int, float), numbers, "must be None or a number"),
-        (int, counts, "must be None or an int"),
-        (bool, flags, "must be a bool"),
-    ):
-        for name, value in values.items():
-            missing = value is None and kinds is not bool
-            if not missing and not isinstance(value, kinds):
-                faults.add(name, value, rule)
-    for name, value in counts.items():
-        if type(value) is int and not torch.compiler.is_compiling() and abs(value) >= 1 << 63:
-            faults.add(name, value, "must fit 64 bits here", "None")
-    if not takes_lse:
-        faults.add("return_lse", False, "lse is given", "return_lse=True")
-    faults.raise_if_any("attention")
+def _scales(cache: Any) -> dict[str, Any]:
+    """The scales of a cache that are no tensors."""
+    if not isinstance(cache, KVCache):
+        return {}
+    scales = {"key_scale": cache.key_scale, "value_scale": cache.value_scale}
+    return {n: scale for n, scale in scales.items() if not isinstance(scale, torch.Tensor)}
+
+
+def _pools(cache: Any, v_cache: Any) -> dict[str, Any]:
+    if isinstance(cache, KVCache):
+        return {"key": cache.key, "value": cache.value}
+    return {"key": cache, "value": v_cache}
 
 
 def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import torch
 
 from stream_attention.core.backend_plan import Rejection
 from stream_attention.core.device import device_facts
-from stream_attention.core.errors import UnsupportedProblem
+from stream_attention.core.errors import Faults, UnsupportedProblem
 from stream_attention.core.info import AttentionInfo
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord, default_registry
@@ -22,6 +22,7 @@ from stream_attention.planner.differentiable import forms_of, prefill_problem, t
 from stream_attention.planner.dispatch import Ranking, rank, slower, unsupported, why_chosen
 from stream_attention.planner.modes import PolicyIdentity, decide
 from stream_attention.planner.traced import call_traced, sizes_of
+from stream_attention.planner.traced_checks import check_kinds
 
 Names = tuple[str | None, str | None, int | None]
 Traced = tuple[torch.Tensor, torch.Tensor | None, AttentionInfo]
@@ -40,11 +41,12 @@ def prefill_traced(
     attn_mask: torch.Tensor | None,
     mode: str,
     names: Names,
-    validate: bool,
+    flags: dict[str, Any],
     out: torch.Tensor | None,
     options: dict[str, Any],
 ) -> Traced:
     """A prefill call in a graph: one operator, or the tensor code of a route that is applied."""
+    _check((q, k, v), {"attn_mask": attn_mask, "out": out}, {}, mode, names, flags, options)
     spec = _spec("prefill", q, k, v, attn_mask, 0.0, mode, names, out, options)
 
     def write() -> Any:
@@ -55,7 +57,7 @@ def prefill_traced(
             v_cache=v,
             mode=mode,
             names=names,
-            validate=validate,
+            validate=flags["validate"],
             return_info=False,
             max_qo_len=None,
             out=out,
@@ -76,11 +78,43 @@ def train_traced(
     generator: torch.Generator | None,
     mode: str,
     names: Names,
+    flags: dict[str, Any],
     options: dict[str, Any],
 ) -> Traced:
     """A train call in a graph: the tensor code of a differentiable route."""
+    numbers = {"dropout_p": dropout_p}
+    _check((q, k, v), {"attn_mask": attn_mask}, numbers, mode, names, flags, options)
     spec = _spec("train", q, k, v, attn_mask, dropout_p, mode, names, None, options)
     return _served(spec, q, k, v, attn_mask, generator, options)
+
+
+def _check(
+    qkv: tuple[Any, Any, Any],
+    tensors: dict[str, Any],
+    numbers: dict[str, Any],
+    mode: Any,
+    names: Names,
+    flags: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """What a spec cannot hold, and what would not be a constant."""
+    faults = Faults()
+    for name, tensor in zip("qkv", qkv, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            faults.add(name, type(tensor).__name__, "must be a torch.Tensor")
+    for name, value in numbers.items():
+        if value is None:
+            faults.add(name, value, "must be a number")
+    own = ("causal", "return_lse", "batch_invariant")
+    check_kinds(
+        faults,
+        tensors={**tensors, "attn_sink": options["attn_sink"]},
+        numbers={**numbers, **{n: options[n] for n in ("sm_scale", "logits_soft_cap")}},
+        counts={"layer_id": names[2], **{n: options[n] for n in ("window_left", "window_right")}},
+        flags={**flags, **{n: options[n] for n in own}},
+        names={"mode": mode, "policy_name": names[0], "model_id": names[1]},
+    )
+    faults.raise_if_any("attention")
 
 
 def _served(
@@ -94,6 +128,7 @@ def _served(
     write: Callable[[], Any] | None = None,
 ) -> Traced:
     """By the first route that does not refuse; `write` calls the operator, for one that writes."""
+    _raise_if_wrong(_verdict(spec, ()))
     refused: tuple[str, ...] = ()  # by those that came before, as in a call that is not traced
     for name in _names(spec):
         if write is not None and name == _WRITES:
@@ -114,7 +149,8 @@ def _served(
             refused = (*refused, str(error.args[0]))
             continue
         return out, (lse if options["return_lse"] else None), _info(spec, refused)
-    return _none_left(spec, refused)
+    _raise_if_wrong(_verdict(spec, refused))
+    raise AssertionError("unreachable: no route is left, and none was missed")
 
 
 def _spec(
@@ -172,8 +208,26 @@ def _info(spec: tuple[Any, ...], refused: tuple[str, ...] = ()) -> AttentionInfo
 
 
 @torch.compiler.assume_constant_result
-def _none_left(spec: tuple[Any, ...], refused: tuple[str, ...]) -> Any:
-    _decide(spec, refused)
+def _verdict(spec: tuple[Any, ...], refused: tuple[str, ...]) -> tuple[bool, str]:
+    """Whether a call at fault is a bad one (or one that no route serves), and what its error says.
+
+    Raised in here, an error would reach the caller as an internal one of the compiler.
+    """
+    try:
+        _decide(spec, refused)
+    except ValueError as error:
+        return True, str(error)
+    except UnsupportedProblem as error:
+        return False, str(error)
+    return False, ""
+
+
+def _raise_if_wrong(verdict: tuple[bool, str]) -> None:
+    is_bad, text = verdict
+    if is_bad:
+        raise ValueError(text)
+    if text:
+        raise UnsupportedProblem(text)
 
 
 def _decide(
