@@ -41,6 +41,7 @@ KINDS = {
     "causal": ({"causal": None}, "causal=None: must be a bool"),
     "validate": ({"validate": None}, "validate=None: must be a bool"),
     "info": ({"return_info": "x"}, "return_info='x': must be a bool"),
+    "mode": ({"mode": None}, "mode=None: must be one of exact_native"),
     "model": ({"model_id": 5}, "model_id=5: must be None or a non-empty string"),
     "layer": ({"layer_id": True}, "layer_id=True: must be None or an int"),
     "sink": ({"attn_sink": 0.5}, "attn_sink="),

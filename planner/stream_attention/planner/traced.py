@@ -84,7 +84,8 @@ def call_traced(
             "validate": validate,
             "return_info": return_info,
         },
-        names={"mode": mode, "policy_name": names[0], "model_id": names[1]},
+        mode=mode,
+        names={"policy_name": names[0], "model_id": names[1]},
     )
     if not isinstance(q, torch.Tensor):
         faults.add("q", type(q).__name__, "must be a torch.Tensor")

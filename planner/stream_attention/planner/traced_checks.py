@@ -15,6 +15,7 @@ from stream_attention.core.cache import KVCache, PagedKVCache
 from stream_attention.core.call_checks import check_grad
 from stream_attention.core.errors import Faults
 from stream_attention.core.problem import MAX_WINDOW
+from stream_attention.planner.modes import DEFAULT_MODE, MODES
 
 _TENSOR = "must be None or a torch.Tensor"
 _HUGE = 1 << 128  # the first int that float32 cannot hold
@@ -29,9 +30,12 @@ def check_kinds(
     numbers: dict[str, Any],
     counts: dict[str, Any],
     flags: dict[str, Any],
+    mode: Any,
     names: dict[str, Any],
 ) -> None:
     """Tensors, numbers, counts and names may be `None`; a flag is no number."""
+    if not isinstance(mode, str):
+        faults.add("mode", mode, f"must be one of {', '.join(MODES)}", repr(DEFAULT_MODE))
     rows: tuple[tuple[Any, dict[str, Any], str], ...] = (
         (torch.Tensor, tensors, _TENSOR),
         ((int, float), numbers, "must be None or a number"),

@@ -112,7 +112,8 @@ def _check(
         numbers={**numbers, **{n: options[n] for n in ("sm_scale", "logits_soft_cap")}},
         counts={"layer_id": names[2], **{n: options[n] for n in ("window_left", "window_right")}},
         flags={**flags, **{n: options[n] for n in own}},
-        names={"mode": mode, "policy_name": names[0], "model_id": names[1]},
+        mode=mode,
+        names={"policy_name": names[0], "model_id": names[1]},
     )
     faults.raise_if_any("attention")
 
