@@ -1,5 +1,7 @@
 """Bound merges without a kernel library: what fills the struct, what `run` calls, what is bad."""
 
+import copy
+import pickle
 import types
 
 import pytest
@@ -215,3 +217,11 @@ def test_package_of_the_latest_architecture_is_asked_first(tmp_path, monkeypatch
     monkeypatch.setattr(stream_attention, "__path__", [str(tmp_path)])
     found = registry._kernel_packages()
     assert found == ("kernels_sm100", "kernels_sm90", "kernels_sm80")
+
+
+@pytest.mark.parametrize("made", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_bound_merge_is_not_copied(made):
+    parts, lses, out = states()
+    launch = MergeLaunch(FakeLibrary(), parts, lses, out, device=DEVICE)
+    with pytest.raises(TypeError, match="MergeLaunch: cannot be copied or pickled"):
+        made(launch)

@@ -169,6 +169,58 @@ def test_negative_positions_are_empty_also_with_a_sink():
     assert lse[0, 3:].isfinite().all()
 
 
+LARGE = [1e8, 1e15, 1e16, 1e30, torch.finfo(torch.float32).max]
+
+
+@pytest.mark.parametrize("size", LARGE)
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_scores_of_any_size_have_weights_that_sum_to_one(size, sign, with_sink):
+    q, (k, _) = torch.randn(1, 3, 2, 8), _kv(1, 5, 2, 8)
+    mask = torch.full((3, 5), sign * size)
+    options = {"causal": False, "sm_scale": 0.0, "attn_mask": mask}
+    if with_sink:  # as large as a score: one more equal share of the denominator
+        options["attn_sink"] = torch.full((2,), sign * size)
+    out, lse = attention(q, (k, torch.ones(1, 5, 2, 8)), **options, return_lse=True)
+    shares = 6 if with_sink else 5
+    torch.testing.assert_close(out, torch.full_like(out, 5 / shares), rtol=1e-15, atol=0)
+    want = torch.full_like(lse, float(mask[0, 0])) + math.log(shares)
+    torch.testing.assert_close(lse, want, rtol=1e-15, atol=0)
+
+
+def test_a_large_scale_picks_the_largest_score_and_halves_a_tie():
+    q = torch.ones(1, 1, 1, 2)
+    k = torch.tensor([[1.0, 1.0], [3.0, 0.0], [2.0, 1.0]]).view(1, 3, 1, 2)
+    v = torch.tensor([1.0, 10.0, 100.0]).view(1, 3, 1, 1)
+    for scale, want in ((1e20, 55.0), (-1e20, 1.0)):
+        assert attention(q, (k, v), sm_scale=scale).item() == want
+
+
+def test_gradients_at_large_scores_are_those_of_the_same_scores_moved_to_zero():
+    q = torch.randn(1, 3, 2, 8, dtype=torch.float64)
+    k, v = (t.requires_grad_() for t in _kv(1, 5, 2, 8))
+    found = []
+    for size in (0.0, -1e30):
+        mask = torch.full((3, 5), size, requires_grad=True)
+        out = attention(q, (k, v), causal=False, sm_scale=0.0, attn_mask=mask)
+        found.append(torch.autograd.grad(out.square().sum(), (v, mask)))
+    for moved, plain in zip(*found, strict=True):
+        torch.testing.assert_close(moved, plain)
+
+
+@pytest.mark.parametrize("size", LARGE)
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_golden_of_large_scores_accepts_its_own_answer(size, with_sink):
+    q, (k, v) = torch.randn(1, 3, 2, 8), _kv(1, 5, 2, 8)
+    # The sink is far above the scores where there is one: the denominator is the sink's alone.
+    options = {"attn_sink": torch.full((2,), 300.0)} if with_sink else {}
+    mask = torch.full((3, 5), -size)
+    want = golden(q, (k.float(), v.float()), causal=False, attn_mask=mask, **options)
+    assert want.out_noise.isfinite().all() and want.reference_lse.isfinite().all()
+    want.check(want.out.float(), want.lse.float())
+    want.check(want.reference_out, want.reference_lse)
+
+
 def test_unseen_nan_takes_no_part():
     k, v = _kv(1, 6, 1, 4)
     want = attention(torch.ones(1, 3, 1, 4), (k, v), window_left=1)
@@ -310,3 +362,14 @@ def test_golden_accepts_the_rounded_answer_and_refuses_the_next_dtype_down(dtype
         want.check(want.out.to(dtype), (want.lse + 1e-4).float())
     with pytest.raises(AssertionError, match="out: dtype"):
         want.check(want.out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_golden_is_the_same_under_autocast(dtype):
+    built = build(Case(dtype="float16", qo_lens=(1, 3), kv_lens=(90, 40)))
+    want = golden(built.q, built.cache, built.qo_indptr, **built.options)
+    with torch.autocast("cpu", dtype=dtype):
+        got = golden(built.q, built.cache, built.qo_indptr, **built.options)
+    for field in dataclasses.fields(want):
+        mine, theirs = getattr(got, field.name), getattr(want, field.name)
+        assert mine is theirs if field.name == "dtype" else torch.equal(mine, theirs)

@@ -13,6 +13,7 @@ from stream_attention.core import state
 from stream_attention.core.oracle import attention
 from stream_attention.core.registry import MergeRecord
 from stream_attention.core.state import merge_many, merge_states, torch_merge
+from stream_attention.core.testing.state_cases import merge_oracle
 from stream_attention.core.testing.tolerance import assert_close, assert_lse_close
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -68,6 +69,19 @@ def test_merge_many_equals_the_definition(dtype, count, with_sink):
     assert out.dtype == dtype and lse.dtype == torch.float32
     assert_close(out, want, dtype, noise=_noise(outs, lses))
     assert_lse_close(lse, want_lse)
+
+
+@pytest.mark.parametrize("size", [-3e38, -1e20, 0.0, 1e20])
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_equal_states_of_any_size_have_weights_that_sum_to_one(size, with_sink):
+    lses = torch.full((5, 4), size)
+    sink = lses[0].clone() if with_sink else None
+    outs = torch.ones(5, 4, 8)
+    want = 5 / 6 if with_sink else 1.0
+    for merge in (merge_oracle, merge_many):
+        out, lse = merge(outs, lses, sink)[:2]
+        torch.testing.assert_close(out, torch.full_like(out, want))
+        torch.testing.assert_close(lse, lses[0].to(lse.dtype) + math.log(6 if with_sink else 5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -290,3 +304,29 @@ def test_tensors_that_are_not_dense_are_refused():
     text = _refusal(merge_states, out.to_sparse(), lse, out, torch.nested.nested_tensor([lse[0]]))
     assert "out_a.layout=torch.sparse_coo: must be dense; use out_a.to_dense()" in text
     assert "lse_b.layout='nested': must be dense" in text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_changes_no_merge(dtype, autocast):
+    outs, lses = _states(3, dtype=dtype)
+    sink = torch.randn(4)
+    calls = (
+        lambda: merge_states(outs[0], lses[0], outs[1], lses[1]),
+        lambda: merge_many(outs, lses, sink),
+        lambda: merge_many(outs, lses, out_dtype=torch.float32),
+        lambda: torch_merge(outs.double(), lses.double()),
+    )
+    for call in calls:
+        want = call()
+        with torch.autocast("cpu", dtype=autocast):
+            got = call()
+        for mine, theirs in zip(got, want, strict=True):
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine, theirs)
+
+
+def test_tensors_without_memory_are_merged():
+    out, lse = torch.empty(3, 4, 8, device="meta"), torch.empty(3, 4, device="meta")
+    merged = merge_states(out, lse, out, lse)
+    assert [t.shape for t in merged] == [out.shape, lse.shape]

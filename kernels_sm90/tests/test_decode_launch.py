@@ -4,8 +4,10 @@ A C callback stands in for the kernel, so that arguments pass through ctypes as 
 is asked of the CUDA runtime is counted.
 """
 
+import copy
 import ctypes
 import dataclasses
+import pickle
 import types
 
 import pytest
@@ -330,3 +332,10 @@ def test_sizes_of_what_the_library_takes():
     measure = decode.functions().stream_attention_decode_struct_bytes
     assert measure(2) > PARAMS_BYTES and measure(2) % 8 == 0
     assert (measure(-1), measure(3)) == (-1, -1)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_launch_is_not_copied(library, runtime, copied):
+    launch, _ = made(library)
+    with pytest.raises(TypeError, match="DecodeLaunch: cannot be copied or pickled"):
+        copied(launch)

@@ -106,8 +106,9 @@ def test_build_refuses_memory_that_the_kernel_cannot_take(change):
         shifted = torch.empty(bound.out.numel() + 1, dtype=bound.out.dtype)[1:]
         bound = dataclasses.replace(bound, out=shifted.view(bound.out.shape))
         words = "must be a multiple of 8"
-    with pytest.raises(UnsupportedProblem, match=words):
+    with pytest.raises(UnsupportedProblem, match=words) as caught:
         decode.build(described.problem, None, H200, bound)
+    assert decode.RECORD.refuses(described.problem, bound) == str(caught.value)
 
 
 def test_packed_queries_that_are_batch_invariant_are_refused():
@@ -115,8 +116,26 @@ def test_packed_queries_that_are_batch_invariant_are_refused():
     built = build(Case(qo_lens=(2,), kv_lens=(40,)), 0)
     described = bind(built, batch_invariant=True)
     assert decode.RECORD.reasons(described.problem, H200) == ()
-    with pytest.raises(UnsupportedProblem, match="qo_indptr with batch_invariant=True"):
+    with pytest.raises(UnsupportedProblem, match="qo_indptr with batch_invariant=True") as caught:
         decode.build(described.problem, None, H200, described.bound)
+    assert decode.RECORD.refuses(described.problem, described.bound) == str(caught.value)
+
+
+@pytest.mark.parametrize("strides", [(1 << 36, 64, 64, 1), (4096, 1 << 36, 64, 1)])
+def test_what_is_refused_is_known_without_memory(strides):
+    described = bind(build(Case(kv_lens=(40,), call="batch"), 0))
+    bound, kv = described.bound, described.bound.kv
+    meta = dataclasses.replace(
+        bound,
+        q=bound.q.to("meta"),
+        out=bound.out.to("meta"),
+        kv=dataclasses.replace(kv, key=kv.key.to("meta"), value=kv.value.to("meta")),
+    )
+    assert decode.RECORD.refuses(described.problem, meta) is None
+    far = torch.empty_strided((3, 9, 1, 64), strides, dtype=torch.bfloat16, device="meta")
+    meta = dataclasses.replace(meta, kv=dataclasses.replace(meta.kv, value=far))
+    reason = decode.RECORD.refuses(described.problem, meta)
+    assert reason is not None and reason.startswith("value.stride()=")
 
 
 def test_a_batch_invariant_problem_has_the_same_best_route_in_any_batch():

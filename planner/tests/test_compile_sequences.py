@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import stream_attention as stream_attn
+from stream_attention import UnsupportedProblem
+from stream_attention.core.registry import AttentionRecord, default_registry
 
 
 def compiled(function):
@@ -97,3 +99,29 @@ def test_autocast_rounds_nothing_in_a_graph(function):
             return function(q, k, v)
 
     torch.testing.assert_close(compiled(run)(*inputs), function(*inputs), atol=1e-5, rtol=1e-5)
+
+
+def refuses(*given, **options):
+    raise UnsupportedProblem("not over these tensors")
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+@pytest.mark.parametrize("function", [stream_attn.prefill, stream_attn.train])
+def test_a_route_that_refuses_when_it_is_traced_gives_way_to_the_next(function, masked):
+    """In a prefill to one that writes its result where there is no mask."""
+    record = AttentionRecord("picky", "none", "tests", (), lambda p, d: 1e-3, apply=refuses)
+    mask = torch.rand(6, 9) > 0.5 if masked else None
+
+    def run(q, k, v):
+        return function(q, k, v, attn_mask=mask, return_info=True)
+
+    default_registry().register_attention(record)
+    try:
+        inputs = tensors()
+        (got, info), (want, eager_info) = compiled(run)(*inputs), run(*inputs)
+    finally:
+        default_registry().unregister("picky")
+    torch.testing.assert_close(got, want)
+    assert "picky: not over these tensors" in info.fallback_reasons
+    assert "once 1 refused to build" in info.reason
+    assert (info.route, info.fallback_reasons) == (eager_info.route, eager_info.fallback_reasons)

@@ -1,5 +1,6 @@
 """Engine and plans: choice, reasons, explain, modes, ownership of memory."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -356,6 +357,21 @@ def test_a_plan_made_without_gradients_runs_with_them(lens):
     with torch.no_grad():
         plan = StreamAttnEngine().plan(torch.nn.Parameter(q), cache, out=out)
     golden(q, cache).check(plan.run()[0].detach())
+
+
+@pytest.mark.parametrize("given", [("out",), ("lse",), ("out", "lse")], ids=" and ".join)
+def test_outputs_of_inference_mode_are_written_in_it(given):
+    q, cache = queries(), paged()
+    with torch.inference_mode():
+        outputs = {"out": torch.empty_like(q), "lse": torch.empty(q.shape[:-1])}
+    plan = StreamAttnEngine().plan(q, cache, return_lse=True, **{n: outputs[n] for n in given})
+    for context in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        q.normal_()
+        with context():
+            out, lse, _ = plan.run()
+        golden(q, cache).check(out, lse)
+        assert not torch.is_inference_mode_enabled()
+    assert (out.is_inference(), lse.is_inference()) == ("out" in given, "lse" in given)
 
 
 def _raises(problem, device):

@@ -269,7 +269,7 @@ BAD_KINDS = {
     "scale": ({"sm_scale": "1"}, "sm_scale='1': must be None or a number"),
     "cap": ({"logits_soft_cap": "1"}, "logits_soft_cap='1': must be None or a number"),
     "window": ({"window_left": 1.5}, "window_left=1.5: must be None or an int"),
-    "window_size": ({"window_left": 2**70}, "must fit 64 bits here; use None"),
+    "window_size": ({"window_left": -(2**70)}, "must fit 64 bits here; use None"),
     "causal": ({"causal": None}, "causal=None: must be a bool"),
     "sink": ({"attn_sink": 0.5}, "attn_sink=0.5: must be None or a torch.Tensor"),
     "out": ({"out": 3}, "out=3: must be None or a torch.Tensor"),

@@ -12,6 +12,7 @@ from stream_attention.core.cache_checks import (
     check_lengths,
     check_scales,
     check_storage,
+    metadata_of,
 )
 from stream_attention.core.errors import Faults
 
@@ -57,8 +58,28 @@ class KVView:
         return self.value.shape[3]
 
 
+class _Checked:
+    """Remembers the metadata that were checked: those of a tensor may change in place."""
+
+    __slots__ = ("_metadata",)
+
+    def faults(self) -> Faults:
+        """What is wrong with the tensors as they are now; looks closely at new metadata only."""
+        faults = Faults()
+        known = getattr(self, "_metadata", None)  # absent in a copy
+        if known is not None and metadata_of(self) == known:
+            return faults
+        self._check(faults)
+        if not faults:
+            object.__setattr__(self, "_metadata", metadata_of(self))
+        return faults
+
+    def _check(self, faults: Faults) -> None:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class PagedKVCache:
+class PagedKVCache(_Checked):
     """K and V in pages of a shared pool, with a page table a request.
 
     key: `[num_pages, page_size, num_kv_heads, head_dim_qk]` for `"NHD"`,
@@ -87,12 +108,13 @@ class PagedKVCache:
     def __post_init__(self) -> None:
         if torch.compiler.is_compiling():
             return  # messages would fix symbolic sizes; the operator checks when it runs
-        faults = Faults()
+        self.faults().raise_if_any("PagedKVCache")
+
+    def _check(self, faults: Faults) -> None:
         check_storage(self, faults, ("key", "value"))
         if not faults:
             check_index(self, faults)
             check_scales(self, faults, self.num_kv_heads)
-        faults.raise_if_any("PagedKVCache")
 
     @property
     def _head_axis(self) -> int:
@@ -151,7 +173,7 @@ class PagedKVCache:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ContiguousKVCache:
+class ContiguousKVCache(_Checked):
     """K and V of each request in one row: one page a request.
 
     key: `[batch, capacity, num_kv_heads, head_dim_qk]` for `"NHD"`,
@@ -173,12 +195,13 @@ class ContiguousKVCache:
     def __post_init__(self) -> None:
         if torch.compiler.is_compiling():
             return  # messages would fix symbolic sizes; the operator checks when it runs
-        faults = Faults()
+        self.faults().raise_if_any("ContiguousKVCache")
+
+    def _check(self, faults: Faults) -> None:
         check_storage(self, faults, ("key", "value"))
         if not faults:
             check_lengths(self, faults, self.batch, per_head=True, optional=True)
             check_scales(self, faults, self.num_kv_heads)
-        faults.raise_if_any("ContiguousKVCache")
 
     @property
     def _head_axis(self) -> int:

@@ -12,11 +12,28 @@ from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.problem import LAYOUTS
 
 
+def metadata_of(cache: Any) -> tuple[Any, ...]:
+    """All that the checks of this module look at, of every tensor of `cache`, to be compared."""
+    tensors = (
+        cache.key,
+        cache.value,
+        getattr(cache, "page_table", None),
+        cache.sequence_lengths,
+        cache.key_scale,
+        cache.value_scale,
+    )
+    return tuple(
+        (t.dtype, t.shape, t.stride(), t.device, t.is_neg())
+        if isinstance(t, torch.Tensor) and t.layout == torch.strided and not t.is_nested
+        else None
+        for t in tensors
+    )
+
+
 def check_storage(cache: Any, faults: Faults, names: tuple[str, ...]) -> None:
     """Rank, dtype, device, layout, strides and agreement of the key and value pools."""
-    faults.require(
-        cache.layout in LAYOUTS, "layout", cache.layout, "must be 'NHD' or 'HND'", "'NHD'"
-    )
+    known = isinstance(cache.layout, str) and cache.layout in LAYOUTS
+    faults.require(known, "layout", cache.layout, "must be 'NHD' or 'HND'", "'NHD'")
     for name in names:
         pool = getattr(cache, name)
         if not faults.require(

@@ -8,8 +8,9 @@ geometry, options, outputs. What only contents can tell (lengths, page ids, offs
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,8 +32,11 @@ from stream_attention.core.call_checks import (
 )
 from stream_attention.core.dtypes import dtype_name, torch_dtype
 from stream_attention.core.errors import Faults, shape_of
+from stream_attention.core.ir import is_int
 from stream_attention.core.launch import BoundTensors
 from stream_attention.core.problem import PROBLEM_RULES, AttentionProblem
+
+_NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
 
 MAX_VERIFY_QO_LEN = 16
 """Uniform calls with 2 … this many queries a request are `verify` (speculative tokens)."""
@@ -82,6 +86,7 @@ def describe(
     batch_invariant: bool = False,
     max_qo_len: int | None = None,
     allocate: bool = True,
+    flags: Mapping[str, Any] = _NO_FLAGS,
 ) -> Described:
     """Check a serving call and describe it, without a sync.
 
@@ -99,6 +104,7 @@ def describe(
         safe.
     allocate: `False` leaves outputs that were not given on the meta device, for a route that
         makes its own.
+    flags: others of the caller, which must be bools too.
 
     Phase: with the same number m of queries in every request, m = 1 is `decode`, m in 2 … 16 is
     `verify`, a larger m is `prefill` where the cache holds no more than the queries and `append`
@@ -117,8 +123,9 @@ def describe(
         "return_lse": return_lse,
         "has_sink": attn_sink is not None,
     }
-    for name in ("causal", "return_lse", "batch_invariant"):
-        faults.require(isinstance(fields[name], bool), name, fields[name], "must be a bool", "True")
+    own = {name: fields[name] for name in ("causal", "return_lse", "batch_invariant")}
+    for name, flag in (*own.items(), *flags.items()):
+        faults.require(isinstance(flag, bool), name, flag, "must be a bool", "True")
     packed = None
     if cache is not None:
         _add_cache_fields(fields, cache)
@@ -170,7 +177,11 @@ def phase_of(total_qo_len: int, batch: int, max_qo_len: int, kv_capacity: int) -
 
 
 def _as_cache(faults: Faults, cache: Any, v_cache: Any) -> KVCache | None:
-    """A cache object as it is, a pair of tensors as a `ContiguousKVCache`, or `None` and faults."""
+    """A cache object as it is, a pair of tensors as a `ContiguousKVCache`, or `None` and faults.
+
+    The metadata of a cache's tensors may have changed since it was made, and a cache that was made
+    in a traced function was not checked.
+    """
     if isinstance(cache, (PagedKVCache, ContiguousKVCache)):
         if v_cache is not None:
             faults.add(
@@ -179,7 +190,10 @@ def _as_cache(faults: Faults, cache: Any, v_cache: Any) -> KVCache | None:
                 "a cache object brings its own",
                 "None",
             )
-        return cache
+        found = cache.faults()
+        for fault in found:
+            faults.add(fault.parameter, fault.value, fault.rule, fault.nearest)
+        return None if found else cache
     pair = SimpleNamespace(key=cache, value=v_cache, layout="NHD")
     if not isinstance(cache, torch.Tensor):
         faults.add(
@@ -234,10 +248,15 @@ def _pack_q(
     heads, dim = q.shape[-2], q.shape[-1]
     fields.update(num_qo_heads=heads, head_dim_qk=dim, q_dtype=dtype_name(q.dtype))
     fields["out_dtype"] = fields["q_dtype"]
-    if fields["sm_scale"] is None and dim:
-        fields["sm_scale"] = dim**-0.5
+    if fields["sm_scale"] is None:
+        fields["sm_scale"] = max(dim, 1) ** -0.5
     if cache is not None:
         check_against_cache(faults, q, cache)
+    # A float or a flag may equal a count, and an array compares element by element.
+    if max_qo_len is not None and not is_int(max_qo_len):
+        rule = "must be an int >= 0, the most queries of one request"
+        faults.add("max_qo_len", max_qo_len, rule, "None")
+        max_qo_len = None
     if qo_indptr is not None:
         return _pack_ragged(faults, q, cache, qo_indptr, max_qo_len, fields)
     qo_len = 1 if q.dim() == 3 else q.shape[1]
@@ -340,15 +359,9 @@ def _problem(faults: Faults, fields: dict[str, Any]) -> AttentionProblem:
     if not faults:
         for name in ("batch", "total_qo_len", "max_qo_len", "kv_capacity"):
             assert name in fields, f"describe left {name} out without a fault"
-        try:
-            phase = phase_of(
-                fields["total_qo_len"],
-                fields["batch"],
-                fields["max_qo_len"],
-                fields["kv_capacity"],
-            )
-        except TypeError:  # max_qo_len of a wrong type: the rules below say so
-            phase = "mixed"
+        phase = phase_of(
+            fields["total_qo_len"], fields["batch"], fields["max_qo_len"], fields["kv_capacity"]
+        )
         return AttentionProblem(phase=phase, **fields)
     known = SimpleNamespace(**fields)
     for rule in PROBLEM_RULES:

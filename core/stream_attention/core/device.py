@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -73,3 +75,10 @@ def device_facts(device: torch.device) -> DeviceFacts:
     if index is None:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
     return _facts(device.type, index)
+
+
+def without_autocast(device: torch.device) -> Any:
+    """A context in which a caller's autocast neither rounds products nor refuses dtypes."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from stream_attention.core.ir import Rule, check_rules, evaluable_repr, is_int
 
+AT_RUN_TIME = "decided at run time"
+"""The route and the backend of a compiled call whose route depends on what tensors hold."""
+
 GUARANTEES = ("exact", "schedule_exact", "distribution_verified")
 
 
@@ -14,7 +17,9 @@ class AttentionInfo:
     """What a call ran.
 
     backend_used: library or language of the kernel (`"torch"`, `"triton"`, `"torch_sdpa"`, …).
-    route: the route's name in the registry.
+    route: the route's name in the registry. In a compiled call, whose info is made while it is
+        traced, `AT_RUN_TIME` (so is `backend_used`) where the contents of `qo_indptr` decide it;
+        `fallback_reasons` then has every candidate, the legal ones too.
     guarantee: `"exact"`, `"schedule_exact"` (exact over a stated selection) or
         `"distribution_verified"` (a calibrated policy).
     reason: why the planner chose this route.

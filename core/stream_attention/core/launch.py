@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 
@@ -30,6 +30,33 @@ class BoundTensors:
     out: torch.Tensor
     lse: torch.Tensor | None = None
     attn_sink: torch.Tensor | None = None
+
+
+class NotCopied:
+    """What is bound to memory: `copy.copy`, `copy.deepcopy` and pickling raise `TypeError`.
+
+    A shallow copy would share scratch and outputs with its original, and a deep one would compute
+    on tensors that nobody else holds.
+    """
+
+    __slots__ = ()
+
+    _instead = "make another over the tensors that it shall use"
+
+    def _refuse(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__}: cannot be copied or pickled, being bound to its tensors, "
+            f"scratch and outputs; {self._instead}"
+        )
+
+    def __copy__(self) -> NoReturn:
+        self._refuse()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self._refuse()
+
+    def __reduce__(self) -> NoReturn:
+        self._refuse()
 
 
 @runtime_checkable

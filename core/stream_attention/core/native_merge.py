@@ -15,6 +15,7 @@ import torch
 from stream_attention.core.device import DeviceFacts, device_facts
 from stream_attention.core.dtypes import dtype_name
 from stream_attention.core.errors import Faults, shape_of
+from stream_attention.core.launch import NotCopied
 from stream_attention.core.native import (
     DEPENDENT_LAUNCH,
     DTYPE_CODES,
@@ -30,7 +31,7 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 States: TypeAlias = torch.Tensor | Pair
 
 
-class MergeLaunch:
+class MergeLaunch(NotCopied):
     """`out, lse = merge(out_parts, lse_parts)`, bound to its tensors.
 
     out_parts: `[num_states, rows, head_dim]` fp32/fp16/bf16, last axis dense, other strides free,

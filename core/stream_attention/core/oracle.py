@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from stream_attention.core.cache import PagedKVCache
+from stream_attention.core.device import without_autocast
 from stream_attention.core.oracle_args import OracleCall, prepare, token_counts
 
 # fp64 scores held at once; 2^22 of them are 32 MB, and fewer would not make small problems faster.
@@ -93,23 +94,25 @@ def attention(
         attn_sink=attn_sink,
         attn_mask=attn_mask,
     )
-    total, heads = call.q.shape[:2]
-    out = torch.zeros(total, heads, call.out_shape[-1], dtype=torch.float64, device=q.device)
-    lse = torch.full((total, heads), -math.inf, dtype=torch.float64, device=q.device)
+    with without_autocast(q.device):
+        out, lse = _attention(call)
+    return (out, lse) if return_lse else out
+
+
+def _attention(call: OracleCall) -> tuple[torch.Tensor, torch.Tensor]:
+    (total, heads), device = call.q.shape[:2], call.q.device
+    out = torch.zeros(total, heads, call.out_shape[-1], dtype=torch.float64, device=device)
+    lse = torch.full((total, heads), -math.inf, dtype=torch.float64, device=device)
     for block in blocks(call):
         for chunk in query_chunks(block):
             live, scores, visible = masked_scores(call, block, chunk)
             if not live.numel():
                 continue
-            norm = torch.logsumexp(scores, -1)  # [rows]
-            if call.attn_sink is not None:
-                norm = torch.logaddexp(norm, sink_of_rows(call, block, live))
-            weights = torch.exp(scores - norm.unsqueeze(-1))
+            weights, norm = softmax(scores, sink_of_rows(call, block, live))
             row, head = rows_of(block, chunk, live)
             out[row, head] = weighted_values(block, weights, visible)
             lse[row, head] = norm
-    out = out.reshape(call.out_shape)
-    return (out, lse.reshape(call.out_shape[:-1])) if return_lse else out
+    return out.reshape(call.out_shape), lse.reshape(call.out_shape[:-1])
 
 
 def blocks(call: OracleCall) -> Iterator[Block]:
@@ -198,6 +201,23 @@ def masked_scores(
     return live, scores.masked_fill(~visible, -math.inf), visible
 
 
+def softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weights = exp(scores - m) / sum`, `lse = m + log(sum)`, m the row's largest logit.
+
+    scores: `[n, kv_len]`. sink: `[n]` logits that join m and the sum, or `None`. The shorter
+    `exp(scores - lse)` is wrong for large scores: beside -1e20 an lse has no room for `log(n)`.
+    """
+    largest = scores.detach().amax(-1)  # it cancels, in the gradients too
+    if sink is not None:
+        largest = torch.maximum(largest, sink.detach())
+    largest = torch.where(largest.isfinite(), largest, 0.0)
+    weights = torch.exp(scores - largest.unsqueeze(-1))
+    total = weights.sum(-1)
+    if sink is not None:
+        total = total + torch.exp(sink - largest)
+    return weights / total.unsqueeze(-1), largest + torch.log(total)
+
+
 def weighted_values(block: Block, weights: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """`weights · V` over the seen tokens: `[n, head_dim_vo]` in the dtype of `weights`."""
     dtype = weights.dtype
@@ -218,9 +238,10 @@ def weighted_values(block: Block, weights: torch.Tensor, visible: torch.Tensor) 
     return total
 
 
-def sink_of_rows(call: OracleCall, block: Block, live: torch.Tensor) -> torch.Tensor:
-    """`[n]` sink logits of the live rows, fp64."""
-    assert call.attn_sink is not None
+def sink_of_rows(call: OracleCall, block: Block, live: torch.Tensor) -> torch.Tensor | None:
+    """`[n]` sink logits of the live rows, fp64, or `None` without a sink."""
+    if call.attn_sink is None:
+        return None
     return call.attn_sink[block.heads].double()[live % block.q.shape[1]]
 
 

@@ -138,7 +138,10 @@ def _check_cache(faults: Faults, cache: Any, v: Any) -> Any:
     elif v is not None:
         faults.add("v", type(v).__name__, "goes with k as a tensor, not with a cache", "None")
     if isinstance(cache, (PagedKVCache, ContiguousKVCache)):
-        return cache
+        found = cache.faults()
+        for fault in found:
+            faults.add(fault.parameter, fault.value, fault.rule, fault.nearest)
+        return None if found else cache
     pair = isinstance(cache, (tuple, list)) and len(cache) == 2
     pair = pair and all(_is_dense(x) and x.dim() == 4 for x in cache)
     if not faults.require(
@@ -185,7 +188,7 @@ def _check_options(
             "None",
         )
     faults.require(
-        not (causal and right),
+        not (causal is True and is_int(right) and right > 0),
         "window_right",
         right,
         "a causal problem sees nothing to the right of its query",

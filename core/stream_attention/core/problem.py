@@ -191,7 +191,7 @@ PROBLEM_RULES: tuple[Rule, ...] = (
     Rule(
         "window_right",
         "a causal problem sees nothing to the right of its query",
-        lambda p: not (p.causal and p.window_right),
+        lambda p: not (p.causal is True and is_int(p.window_right) and p.window_right > 0),
         lambda p: "None, or causal=False",
     ),
     Rule(

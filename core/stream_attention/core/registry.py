@@ -47,6 +47,10 @@ class AttentionRecord:
     build: `(problem, tile_plan, device, bound) -> Launch`; `None` for a route that is only
     differentiable. apply: `(problem, q, k, v, *, attn_sink, attn_mask, generator) -> (out, lse)`
     on `[batch, seq, heads, head_dim]` tensors, differentiable and allocating; `None` elsewhere.
+    refuses: `(problem, bound) -> reason or None`, every reason that `build` raises
+    `UnsupportedProblem` for where the rules hold, from metadata: `bound` may lie on the meta
+    device. A compiled call asks it, to report the route that will run. `None` where `build` refuses
+    nothing.
     """
 
     route: str
@@ -58,6 +62,7 @@ class AttentionRecord:
     apply: Callable[..., Any] | None = None
     native: bool = False
     graph_safe: bool = True
+    refuses: Callable[..., str | None] | None = None
 
     def reasons(self, problem: AttentionProblem, device: DeviceFacts) -> tuple[str, ...]:
         """Every reason why this route cannot serve the problem; empty when it can."""

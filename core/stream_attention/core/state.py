@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from stream_attention.core.cache_checks import require_dense, row_alignment
-from stream_attention.core.device import device_facts
+from stream_attention.core.device import device_facts, without_autocast
 from stream_attention.core.dtypes import OUT_DTYPES, dtype_name
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.problem import MAX_HEAD_DIM
@@ -49,7 +49,9 @@ def merge_states(
         outs = (out_a.view(-1, dim), out_b.view(-1, dim))
         lses = (lse_a.view(-1), lse_b.view(-1))
         return _launch(record, outs, lses, lse_a.shape, dim, out_a.dtype, None)
-    return torch_merge(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
+    with without_autocast(out_a.device):
+        outs, lses = torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b))
+    return torch_merge(outs, lses)
 
 
 def merge_many(
@@ -106,6 +108,16 @@ def torch_merge(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`merge_many` in plain torch on any device, unchecked: fp32 arithmetic (fp64 stays fp64)."""
+    with without_autocast(outs.device):
+        return _torch_merge(outs, lses, attn_sink, out_dtype)
+
+
+def _torch_merge(
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    attn_sink: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = outs.dtype if out_dtype is None else out_dtype
     if not outs.shape[0]:
         empty = torch.full(lses.shape[1:], -math.inf, dtype=lses.dtype, device=lses.device)

@@ -18,7 +18,7 @@ import torch
 from stream_attention.core.backend_plan import AttentionBackendPlan, LaunchSpec
 from stream_attention.core.device import DeviceFacts
 from stream_attention.core.errors import UnsupportedProblem
-from stream_attention.core.launch import BoundTensors
+from stream_attention.core.launch import BoundTensors, NotCopied
 from stream_attention.core.native import DTYPE_CODES, NativeLaunchError, NativeLibrary
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord, CapabilityRule
@@ -125,7 +125,7 @@ def _strides(tensor: torch.Tensor) -> list[int]:
     ]
 
 
-class DecodeLaunch:
+class DecodeLaunch(NotCopied):
     """A built plan of the route. See `stream_attention.core.launch.Launch`."""
 
     def __init__(self, problem: AttentionProblem, device: DeviceFacts, bound: BoundTensors) -> None:
@@ -350,33 +350,40 @@ def estimate_us(problem: AttentionProblem, device: DeviceFacts) -> float:
     return 6.0 + groups * kv_bytes / 4.4e6
 
 
+def refusal(problem: AttentionProblem, bound: BoundTensors) -> str | None:
+    """Why a legal problem is not served over these tensors, from their metadata.
+
+    A pool without pages, an output not aligned to 8, strides past what the kernel counts (64 GiB in
+    K and V, 2^32 elements in the page table), or packed queries that are batch-invariant: the same
+    request beside one of more queries is not served.
+    """
+    if problem.batch_invariant and bound.qo_indptr is not None:
+        return (
+            "qo_indptr with batch_invariant=True: among requests of other numbers of queries the "
+            "bits would be another route's; use q of [batch, queries, num_qo_heads, head_dim]"
+        )
+    if bound.kv.key.numel() == 0:
+        return f"key.shape={tuple(bound.kv.key.shape)}: the pool holds no page"
+    if bound.out.data_ptr() % 8:
+        return f"out.data_ptr()={bound.out.data_ptr()}: must be a multiple of 8"
+    for name, tensor in (("key", bound.kv.key), ("value", bound.kv.value)):
+        if max(_strides(tensor)[:2]) * tensor.element_size() >= MAX_STRIDE_BYTES:
+            return f"{name}.stride()={tensor.stride()}: of pages and tokens must be below 64 GiB"
+    table = bound.kv.page_table
+    if table is not None and _strides(table)[0] >= 1 << 32:
+        return f"page_table.stride()={table.stride()}: must be below 2^32"
+    return None
+
+
 def build(
     problem: AttentionProblem,
     tile_plan: AttentionTilePlan,
     device: DeviceFacts,
     bound: BoundTensors,
 ) -> DecodeLaunch:
-    """A launch; `UnsupportedProblem` for a pool without pages, an output not aligned to 8, strides
-    past what the kernel counts (64 GiB in K and V, 2^32 elements in the page table), or packed
-    queries that are batch-invariant: the same request beside one of more queries is not served.
-    """
-    if problem.batch_invariant and bound.qo_indptr is not None:
-        raise UnsupportedProblem(
-            "qo_indptr with batch_invariant=True: among requests of other numbers of queries the "
-            "bits would be another route's; use q of [batch, queries, num_qo_heads, head_dim]"
-        )
-    if bound.kv.key.numel() == 0:
-        raise UnsupportedProblem(f"key.shape={tuple(bound.kv.key.shape)}: the pool holds no page")
-    if bound.out.data_ptr() % 8:
-        raise UnsupportedProblem(f"out.data_ptr()={bound.out.data_ptr()}: must be a multiple of 8")
-    for name, tensor in (("key", bound.kv.key), ("value", bound.kv.value)):
-        if max(_strides(tensor)[:2]) * tensor.element_size() >= MAX_STRIDE_BYTES:
-            raise UnsupportedProblem(
-                f"{name}.stride()={tensor.stride()}: those of pages and tokens must be below 64 GiB"
-            )
-    table = bound.kv.page_table
-    if table is not None and _strides(table)[0] >= 1 << 32:
-        raise UnsupportedProblem(f"page_table.stride()={table.stride()}: must be below 2^32")
+    """A launch; `UnsupportedProblem` with what `refusal` says."""
+    if reason := refusal(problem, bound):
+        raise UnsupportedProblem(reason)
     return DecodeLaunch(problem, device, bound)
 
 
@@ -388,4 +395,5 @@ RECORD = AttentionRecord(
     estimate_us=estimate_us,
     build=build,
     native=True,
+    refuses=refusal,
 )

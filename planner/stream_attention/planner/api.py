@@ -101,7 +101,9 @@ def attention(
     q: packed `[total_q, num_qo_heads, head_dim]` beside `qo_indptr` `[batch + 1]` int32 (request b
         owns rows `qo_indptr[b] … qo_indptr[b + 1] - 1`), or a form that `decode` takes.
     max_qo_len: most queries of one request; found by validation, else `total_q` is assumed.
-    The rest is as in `decode`.
+    The rest is as in `decode`. Under `torch.compile` the info is made while tracing: where the
+    longest request decides the route and `max_qo_len` is not given, `info.route` says that it is
+    decided at run time, and `info.fallback_reasons` has every candidate.
     """
     result = _serve_or_trace(
         q,
@@ -170,7 +172,8 @@ def prefill(
     if torch.compiler.is_compiling():
         from stream_attention.planner.traced_sequences import prefill_traced
 
-        result = prefill_traced(q, k, v, attn_mask, mode, names, validate, out, options)
+        flags = {"validate": validate, "return_info": return_info}
+        result = prefill_traced(q, k, v, attn_mask, mode, names, flags, out, options)
         return _shown(result, return_info)
     result = run_prefill(
         q,
@@ -180,6 +183,7 @@ def prefill(
         mode=mode,
         identity=PolicyIdentity(*names),
         validate=validate,
+        return_info=return_info,
         out=out,
         **options,
     )
@@ -227,7 +231,8 @@ def train(
     if torch.compiler.is_compiling():
         from stream_attention.planner.traced_sequences import train_traced
 
-        result = train_traced(q, k, v, attn_mask, dropout_p, generator, mode, names, options)
+        flags = {"return_info": return_info}
+        result = train_traced(q, k, v, attn_mask, dropout_p, generator, mode, names, flags, options)
         return _shown(result, return_info)
     result = run_train(
         q,
@@ -238,6 +243,7 @@ def train(
         generator=generator,
         mode=mode,
         identity=PolicyIdentity(*names),
+        return_info=return_info,
         **options,
     )
     return _shown(result, return_info)
@@ -258,7 +264,8 @@ def _serve_or_trace(
         from stream_attention.planner.traced import call_traced
 
         return call_traced(q, cache, qo_indptr, names=names, return_info=return_info, **options)
-    return serve(q, cache, qo_indptr, identity=PolicyIdentity(*names), **options)
+    who = PolicyIdentity(*names)
+    return serve(q, cache, qo_indptr, identity=who, return_info=return_info, **options)
 
 
 def _is_subclass(q: Any) -> bool:

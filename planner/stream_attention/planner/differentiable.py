@@ -39,6 +39,7 @@ def run_prefill(
     mode: str,
     identity: PolicyIdentity,
     validate: bool = True,
+    return_info: bool = True,
     registry: Registry | None = None,
     **options: Any,
 ) -> Served:
@@ -48,9 +49,10 @@ def run_prefill(
     copy that nobody asked for.
     """
     registry = default_registry() if registry is None else registry
-    check = validate and not capturing(q)
+    check = validate is True and not capturing(q)
+    flags = {"validate": validate, "return_info": return_info}
     decision, problem = decide_with(
-        mode, identity, lambda: prefill_problem(q, k, v, attn_mask, check, **options)
+        mode, identity, lambda: prefill_problem(q, k, v, attn_mask, check, flags=flags, **options)
     )
     device = device_facts(q.device)
     ranking = rank(problem, device, registry, forms=forms_of(problem))
@@ -91,15 +93,17 @@ def run_train(
     generator: torch.Generator | None,
     mode: str,
     identity: PolicyIdentity,
+    return_info: bool = True,
     registry: Registry | None = None,
     **options: Any,
 ) -> Served:
     """`(out, lse or None, info)` by the best differentiable route."""
     registry = default_registry() if registry is None else registry
+    flags = {"return_info": return_info}
     decision, problem = decide_with(
         mode,
         identity,
-        lambda: train_problem(q, k, v, attn_mask, dropout_p, generator, **options),
+        lambda: train_problem(q, k, v, attn_mask, dropout_p, generator, flags=flags, **options),
     )
     device = device_facts(q.device)
     ranking = rank(problem, device, registry, forms=forms_of(problem))

@@ -57,9 +57,23 @@ class StreamAttnEngine:
         self.registry = default_registry() if registry is None else registry
         self._rankings = Rankings()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StreamAttnEngine:
+    def __copy__(self) -> StreamAttnEngine:
         """The engine itself: it may be shared, so that a module which holds one can be copied."""
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StreamAttnEngine:
+        """The engine itself, as in `__copy__`."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, an engine is its identity; the process that loads it has a registry."""
+        if self.registry is not default_registry():
+            raise TypeError(
+                "StreamAttnEngine: cannot be pickled with a registry of its own, which holds "
+                "functions; make another where it shall be used: StreamAttnEngine(registry=...)"
+            )
+        who = self.identity
+        return type(self), (who.policy_name, who.model_id, who.layer_id)
 
     def plan(
         self,
@@ -131,7 +145,9 @@ class StreamAttnEngine:
             decision, described = decide_with(
                 mode,
                 self.identity,
-                lambda: describe(q, cache, qo_indptr, v_cache=v_cache, **options),
+                lambda: describe(
+                    q, cache, qo_indptr, v_cache=v_cache, flags={"validate": validate}, **options
+                ),
             )
             if validate:
                 described = checked(described, max_qo_len)

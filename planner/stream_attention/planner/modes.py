@@ -63,11 +63,9 @@ class ModeDecision:
 
 def canonical_mode(mode: str) -> str:
     """The mode's full name; `ValueError` with the nearest name for an unknown one."""
-    if mode in MODES:
-        return mode
     names = (*MODES, *MODE_ALIASES)
-    if isinstance(mode, str) and mode in MODE_ALIASES:
-        return MODE_ALIASES[mode]
+    if isinstance(mode, str) and mode in names:
+        return MODE_ALIASES.get(mode, mode)
     faults = Faults()
     close = difflib.get_close_matches(str(mode), names, n=1, cutoff=0.0)
     faults.add("mode", mode, f"must be one of {', '.join(names)}", repr(close[0]))

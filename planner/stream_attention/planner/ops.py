@@ -148,15 +148,14 @@ def cache_of(
     key: torch.Tensor,
     value: torch.Tensor,
     page_table: torch.Tensor | None,
-    sequence_lengths: torch.Tensor | None,
+    sequence_lengths: Any,
     layout: str,
     scales: tuple[Any, ...],
 ) -> KVCache:
-    """The cache that an operator's tensors mean."""
+    """The cache that an operator's tensors mean; `ValueError` where a paged one lacks lengths."""
     common = {"layout": layout, "key_scale": scales[0], "value_scale": scales[1]}
     if page_table is None:
         return ContiguousKVCache(key=key, value=value, sequence_lengths=sequence_lengths, **common)
-    assert sequence_lengths is not None
     return PagedKVCache(
         key=key, value=value, page_table=page_table, sequence_lengths=sequence_lengths, **common
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from stream_attention.core.backend_plan import AttentionBackendPlan
 from stream_attention.core.describe import Described
 from stream_attention.core.errors import StalePlanError, shape_of
 from stream_attention.core.info import AttentionInfo
+from stream_attention.core.launch import NotCopied
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.tile_plan import AttentionTilePlan
 from stream_attention.planner.dispatch import Built
@@ -36,7 +39,17 @@ def _never(*tensors: torch.Tensor) -> bool:
     return False
 
 
-class AttentionPlan:
+def is_inference(tensor: torch.Tensor | None) -> bool:
+    """Whether only code in inference mode may write `tensor`."""
+    return tensor is not None and tensor.is_inference()
+
+
+def _run_in_inference_mode(run: Callable[[], None]) -> None:
+    with torch.inference_mode():
+        run()
+
+
+class AttentionPlan(NotCopied):
     """One planned call over bound tensors.
 
     `run()` reads q, the cache and the other bound tensors where they lie; their contents may change
@@ -44,7 +57,8 @@ class AttentionPlan:
     addresses, shapes, strides and dtypes may not: `StalePlanError` names what did. The plan owns
     its outputs (unless the caller gave them) and its scratch, and shares neither with another plan;
     the tensors that `run` returns are written again by the next `run`. `qo_indptr` may change
-    within `problem.max_qo_len`. One plan runs on one stream at a time.
+    within `problem.max_qo_len`. One plan runs on one stream at a time. It cannot be copied or
+    pickled: plan again over the copied tensors.
     """
 
     __slots__ = (
@@ -64,6 +78,8 @@ class AttentionPlan:
         "tile_plan",
     )
 
+    _instead = "plan again over the copied tensors: engine.plan(...)"
+
     problem: AttentionProblem
     tile_plan: AttentionTilePlan
     backend_plan: AttentionBackendPlan
@@ -82,9 +98,11 @@ class AttentionPlan:
         self.backend_plan = built.backend_plan
         self.info = built.info
         self._launch = built.launch
-        self._run_launch = built.launch.run
+        self._run_launch: Callable[[], None] = built.launch.run
         self._device_index = index_to_hold(described.bound.q.device)
         out, lse = described.result(), described.result_lse()
+        if is_inference(out) or is_inference(lse):
+            self._run_launch = functools.partial(_run_in_inference_mode, built.launch.run)
         self._result = (out, built.info) if lse is None else (out, lse, built.info)
         watched = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
         watched.setdefault("out", out)

@@ -16,6 +16,7 @@ from stream_attention.core.tile_plan import AttentionTilePlan
 from stream_attention.planner.dispatch import ById, Ranking, Rankings, build, home_of
 from stream_attention.planner.engine import checked
 from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity, decide_with
+from stream_attention.planner.plan import is_inference
 from stream_attention.planner.plan_cache import PlanCache, plan_key
 
 Served = tuple[torch.Tensor, torch.Tensor | None, AttentionInfo]
@@ -30,11 +31,6 @@ def capturing(q: Any) -> bool:
     return isinstance(q, torch.Tensor) and q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _is_inference(tensor: torch.Tensor | None) -> bool:
-    """Whether only code in inference mode may write `tensor`."""
-    return tensor is not None and tensor.is_inference()
-
-
 def serve(
     q: torch.Tensor,
     cache: KVCache | torch.Tensor,
@@ -43,6 +39,7 @@ def serve(
     mode: str = DEFAULT_MODE,
     identity: PolicyIdentity = _NOBODY,
     validate: bool = True,
+    return_info: bool = True,
     keep: bool = True,
     registry: Registry | None = None,
     plans: PlanCache = PLANS,
@@ -57,14 +54,23 @@ def serve(
     tensors each time (or the caller's `out`, `lse`), and no tensor of the call is kept. While a
     CUDA graph is captured, and with `keep=False`, nothing is taken from `plans` or kept there:
     scratch then comes from, and goes back to, the allocator pool that is current. Contents are not
-    validated during a capture, where nothing may sync. `phase`, `ranking` and `pick` are for a
+    validated during a capture, where nothing may sync. `return_info` is the caller's, and only
+    checked. `phase`, `ranking` and `pick` are for a
     caller that has ranked the routes itself.
     """
     registry = default_registry() if registry is None else registry
     in_capture = capturing(q)
     with home_of(q):
         decision, described = decide_with(
-            mode, identity, lambda: describe(q, cache, qo_indptr, **options)
+            mode,
+            identity,
+            lambda: describe(
+                q,
+                cache,
+                qo_indptr,
+                flags={"validate": validate, "return_info": return_info},
+                **options,
+            ),
         )
         if validate and not in_capture:
             described = checked(described, options.get("max_qo_len"))
@@ -89,7 +95,7 @@ def serve(
             built = plan
             built.launch.rebind(bound)
         # A launch that raises is not given back: its scratch may be half written.
-        with torch.inference_mode(_is_inference(bound.out) or _is_inference(bound.lse)):
+        with torch.inference_mode(is_inference(bound.out) or is_inference(bound.lse)):
             built.launch.run()
         if keep and hasattr(built.launch, "unbind"):
             built.launch.unbind()

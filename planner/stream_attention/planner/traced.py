@@ -6,22 +6,32 @@ compiler, which takes longer than everything else here.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from typing import Any
 
 import torch
 
+from stream_attention.core.backend_plan import Rejection
 from stream_attention.core.cache import ContiguousKVCache, KVCache, PagedKVCache
-from stream_attention.core.describe import describe
-from stream_attention.core.device import device_facts
+from stream_attention.core.describe import describe, phase_of
+from stream_attention.core.device import DeviceFacts, device_facts
 from stream_attention.core.errors import Faults, UnsupportedProblem
-from stream_attention.core.info import AttentionInfo
+from stream_attention.core.info import AT_RUN_TIME, AttentionInfo
+from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import default_registry
 from stream_attention.core.tile_plan import AttentionTilePlan
 from stream_attention.planner.dispatch import slower, unsupported, why_chosen
 from stream_attention.planner.modes import PolicyIdentity, canonical_mode, decide
 from stream_attention.planner.ops import attention_op, attention_out_op, cache_of
 from stream_attention.planner.serve import RANKINGS
+from stream_attention.planner.traced_checks import (
+    bounded,
+    check_cache_kinds,
+    check_gradients,
+    check_identity,
+    check_kinds,
+)
 
 
 def call_traced(
@@ -51,17 +61,41 @@ def call_traced(
     With `return_info` the traced function is specialized on shapes (the route depends on them);
     without, sizes may stay symbolic.
     """
-    _check_kinds(
-        cache if isinstance(cache, KVCache) else (cache, v_cache),
-        {"qo_indptr": qo_indptr, "attn_sink": attn_sink, "out": out, "lse": lse},
-        {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap},
-        {"max_qo_len": max_qo_len, "window_left": window_left, "window_right": window_right},
-        {"causal": causal, "return_lse": return_lse, "batch_invariant": batch_invariant},
-        lse is None or return_lse is True,
-    )
     if not torch.compiler.is_compiling():
         canonical_mode(mode)
         PolicyIdentity(*names)
+    faults = Faults()
+    outputs = {"out": out, "lse": lse}
+    check_cache_kinds(faults, cache, v_cache)
+    check_kinds(
+        faults,
+        tensors={"qo_indptr": qo_indptr, "attn_sink": attn_sink, **outputs},
+        numbers={"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, **_scales(cache)},
+        counts={
+            "max_qo_len": max_qo_len,
+            "window_left": window_left,
+            "window_right": window_right,
+            "layer_id": names[2],
+        },
+        flags={
+            "causal": causal,
+            "return_lse": return_lse,
+            "batch_invariant": batch_invariant,
+            "validate": validate,
+            "return_info": return_info,
+        },
+        mode=mode,
+        names={"policy_name": names[0], "model_id": names[1]},
+    )
+    if not isinstance(q, torch.Tensor):
+        faults.add("q", type(q).__name__, "must be a torch.Tensor")
+    if lse is not None and return_lse is not True:
+        faults.add("return_lse", return_lse, "lse is given", "return_lse=True")
+    read = {"q": q, "attn_sink": attn_sink, **_pools(cache, v_cache)}
+    check_gradients(faults, {**read, **outputs})
+    check_identity(faults, out, lse, {**read, "qo_indptr": qo_indptr})
+    faults.raise_if_any("attention")
+    window_left, window_right = bounded(window_left), bounded(window_right)
     if isinstance(cache, torch.Tensor):
         cache = ContiguousKVCache(key=cache, value=v_cache)
     table = cache.page_table if isinstance(cache, PagedKVCache) else None
@@ -74,7 +108,7 @@ def call_traced(
     info = None
     if return_info:
         info = _traced_info(
-            tuple(None if t is None else (sizes_of(t), t.dtype) for t in tensors),
+            tuple(None if t is None else (sizes_of(t), t.dtype, strides_of(t)) for t in tensors),
             tuple(None if t is None else sizes_of(t) for t in scale_tensors),
             tuple(scale_values),
             q.device,
@@ -86,7 +120,7 @@ def call_traced(
             names,
             max_qo_len,
             (sm_scale, causal, window_left, window_right, logits_soft_cap),
-            (return_lse, batch_invariant),
+            (return_lse, batch_invariant, validate),
         )
     common = (qo_indptr, attn_sink, cache.layout, *scale_values, max_qo_len, sm_scale, causal,
               window_left, window_right, logits_soft_cap)  # fmt: skip
@@ -105,40 +139,28 @@ def call_traced(
     return out, lse, info
 
 
-def _check_kinds(
-    cache: Any,
-    tensors: dict[str, Any],
-    numbers: dict[str, Any],
-    counts: dict[str, Any],
-    flags: dict[str, Any],
-    takes_lse: bool,
-) -> None:
-    """What the operator's schema would refuse in torch's words, or take for something else."""
-    faults = Faults()
-    if not isinstance(cache, KVCache) and not isinstance(cache[0], torch.Tensor):
-        kind = type(cache[0]).__name__
-        faults.add("cache", kind, "must be a cache, or a key tensor beside v_cache")
-    for kinds, values, rule in (
-        (torch.Tensor, tensors, "must be None or a torch.Tensor"),
-        ((int, float), numbers, "must be None or a number"),
-        (int, counts, "must be None or an int"),
-        (bool, flags, "must be a bool"),
-    ):
-        for name, value in values.items():
-            missing = value is None and kinds is not bool
-            if not missing and not isinstance(value, kinds):
-                faults.add(name, value, rule)
-    for name, value in counts.items():
-        if type(value) is int and not torch.compiler.is_compiling() and abs(value) >= 1 << 63:
-            faults.add(name, value, "must fit 64 bits here", "None")
-    if not takes_lse:
-        faults.add("return_lse", False, "lse is given", "return_lse=True")
-    faults.raise_if_any("attention")
+def _scales(cache: Any) -> dict[str, Any]:
+    """The scales of a cache that are no tensors."""
+    if not isinstance(cache, KVCache):
+        return {}
+    scales = {"key_scale": cache.key_scale, "value_scale": cache.value_scale}
+    return {n: scale for n, scale in scales.items() if not isinstance(scale, torch.Tensor)}
+
+
+def _pools(cache: Any, v_cache: Any) -> dict[str, Any]:
+    if isinstance(cache, KVCache):
+        return {"key": cache.key, "value": cache.value}
+    return {"key": cache, "value": v_cache}
 
 
 def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape in plain ints. `index` guards a symbolic size: a route is chosen for one size."""
     return tuple([operator.index(size) for size in tensor.shape])
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides in plain ints."""
+    return tuple([operator.index(stride) for stride in tensor.stride()])
 
 
 @torch.compiler.assume_constant_result
@@ -155,7 +177,7 @@ def _traced_info(
     names: tuple[str | None, str | None, int | None],
     max_qo_len: int | None,
     masks: tuple[Any, ...],
-    flags: tuple[bool, bool],
+    flags: tuple[bool, bool, bool],
 ) -> AttentionInfo:
     """What the compiled call will report: the route is ranked now, on tensors of the same shapes.
 
@@ -197,10 +219,11 @@ def _rank_traced(
     names: tuple[str | None, str | None, int | None],
     max_qo_len: int | None,
     masks: tuple[Any, ...],
-    flags: tuple[bool, bool],
+    flags: tuple[bool, bool, bool],
 ) -> AttentionInfo:
     q, key, value, table, lens = (
-        None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in tensors
+        None if t is None else torch.empty_strided(t[0], t[2], dtype=t[1], device="meta")
+        for t in tensors
     )
     assert q is not None and key is not None and value is not None
     scales = tuple(
@@ -209,7 +232,7 @@ def _rank_traced(
     )
     decision = decide(mode, PolicyIdentity(*names))
     sm_scale, causal, window_left, window_right, logits_soft_cap = masks
-    return_lse, batch_invariant = flags
+    return_lse, batch_invariant, validate = flags
     indptr = sink = out = None
     if indptr_shape is not None:
         indptr = torch.empty(indptr_shape, dtype=torch.int32, device="meta")
@@ -233,20 +256,65 @@ def _rank_traced(
         max_qo_len=max_qo_len,
     )
     problem, facts = described.problem, device_facts(device)
+    guarantee = AttentionTilePlan.for_problem(problem).guarantee
+    # As in a call that is not traced: only one that validates looks for the longest request.
+    one = problem.batch <= 1 or problem.total_qo_len == 0
+    if indptr is not None and max_qo_len is None and validate and not one:
+        return _info_at_run_time(problem, facts, decision.reason, guarantee)
     ranking = RANKINGS.rank(problem, facts, default_registry())
-    if not ranking.candidates:
-        raise unsupported(problem, facts, list(ranking.rejections))
-    chosen = ranking.candidates[0]
-    why = why_chosen(chosen, ranking.candidates, 0)
+    refused = list(ranking.rejections)
+    for place, chosen in enumerate(ranking.candidates):
+        refuses = chosen.record.refuses if problem.total_qo_len else None
+        reason = None if refuses is None else refuses(problem, described.bound)
+        if reason is not None:
+            refused.append(Rejection(chosen.record.route, (reason,)))
+            continue
+        why = why_chosen(chosen, ranking.candidates, place)
+        lost = (*refused, *slower(ranking.candidates[place + 1 :], chosen))
+        return AttentionInfo(
+            backend_used=chosen.record.backend,
+            route=chosen.record.route,
+            guarantee=guarantee,
+            reason=f"{decision.reason}; {why}; ranked while tracing: splits and workspace are "
+            "chosen when the compiled call runs",
+            fallback_reasons=tuple(map(str, lost)),
+            arch=facts.arch,
+        )
+    raise unsupported(problem, facts, refused)
+
+
+def _info_at_run_time(
+    problem: AttentionProblem, facts: DeviceFacts, mode_reason: str, guarantee: str
+) -> AttentionInfo:
+    """Info without a route: the longest of several packed requests is known to the run alone.
+
+    Names every candidate with its reasons for the fewest and for the most queries that the longest
+    request may have.
+    """
+    total = problem.total_qo_len
+    found: dict[str, list[int]] = {}
+    ends = sorted({-(-total // problem.batch), total})
+    for longest in ends:
+        phase = phase_of(total, problem.batch, longest, problem.kv_capacity)
+        asked = dataclasses.replace(problem, max_qo_len=longest, phase=phase)
+        ranking = RANKINGS.rank(asked, facts, default_registry())
+        for candidate in ranking.candidates:
+            line = f"{candidate.record.route}: legal, estimated at {candidate.estimate_us:.1f} us"
+            found.setdefault(line, []).append(longest)
+        for rejection in ranking.rejections:
+            found.setdefault(str(rejection), []).append(longest)
+    lines = [
+        line if len(told) == len(ends) else f"{line} (with max_qo_len={told[0]})"
+        for line, told in found.items()
+    ]
     return AttentionInfo(
-        backend_used=chosen.record.backend,
-        route=chosen.record.route,
-        guarantee=AttentionTilePlan.for_problem(problem).guarantee,
-        reason=f"{decision.reason}; {why}; ranked while tracing: splits and workspace are chosen "
-        "when the compiled call runs",
-        fallback_reasons=tuple(
-            str(rejection)
-            for rejection in (*ranking.rejections, *slower(ranking.candidates[1:], chosen))
-        ),
+        backend_used=AT_RUN_TIME,
+        route=AT_RUN_TIME,
+        guarantee=guarantee,
+        reason=f"{mode_reason}; the longest request decides the route, and is found in qo_indptr "
+        f"when the compiled call runs; fallback_reasons ranks with max_qo_len={ends[0]} and "
+        f"{ends[-1]}, between which it lies; give max_qo_len to have the route decided while "
+        "tracing",
+        fallback_reasons=tuple(lines),
         arch=facts.arch,
     )

@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 
+from stream_attention.core.backend_plan import Rejection
 from stream_attention.core.device import device_facts
+from stream_attention.core.errors import Faults, UnsupportedProblem
 from stream_attention.core.info import AttentionInfo
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord, default_registry
 from stream_attention.planner.differentiable import forms_of, prefill_problem, train_problem
-from stream_attention.planner.dispatch import rank, slower, unsupported, why_chosen
+from stream_attention.planner.dispatch import Ranking, rank, slower, unsupported, why_chosen
 from stream_attention.planner.modes import PolicyIdentity, decide
 from stream_attention.planner.traced import call_traced, sizes_of
+from stream_attention.planner.traced_checks import check_kinds
 
 Names = tuple[str | None, str | None, int | None]
 Traced = tuple[torch.Tensor, torch.Tensor | None, AttentionInfo]
@@ -28,6 +31,7 @@ Traced = tuple[torch.Tensor, torch.Tensor | None, AttentionInfo]
 # and fields of an object only where it can say how the object is reached.
 _APPLIED: dict[str, Callable[..., Any]] = {}
 _PROBLEMS: dict[str, AttentionProblem] = {}
+_WRITES = ""
 
 
 def prefill_traced(
@@ -37,30 +41,32 @@ def prefill_traced(
     attn_mask: torch.Tensor | None,
     mode: str,
     names: Names,
-    validate: bool,
+    flags: dict[str, Any],
     out: torch.Tensor | None,
     options: dict[str, Any],
 ) -> Traced:
     """A prefill call in a graph: one operator, or the tensor code of a route that is applied."""
+    _check((q, k, v), {"attn_mask": attn_mask, "out": out}, {}, mode, names, flags, options)
     spec = _spec("prefill", q, k, v, attn_mask, 0.0, mode, names, out, options)
-    if _writes(spec):
-        result = call_traced(
+
+    def write() -> Any:
+        return call_traced(
             q,
             k,
             None,
             v_cache=v,
             mode=mode,
             names=names,
-            validate=validate,
+            validate=flags["validate"],
             return_info=False,
             max_qo_len=None,
             out=out,
             lse=None,
             **options,
         )
-        return result[0], result[1], _info(spec)
+
     with torch.no_grad():
-        return _applied(spec, q, k, v, attn_mask, None, options)
+        return _served(spec, q, k, v, attn_mask, None, options, write)
 
 
 def train_traced(
@@ -72,14 +78,47 @@ def train_traced(
     generator: torch.Generator | None,
     mode: str,
     names: Names,
+    flags: dict[str, Any],
     options: dict[str, Any],
 ) -> Traced:
     """A train call in a graph: the tensor code of a differentiable route."""
+    numbers = {"dropout_p": dropout_p}
+    _check((q, k, v), {"attn_mask": attn_mask}, numbers, mode, names, flags, options)
     spec = _spec("train", q, k, v, attn_mask, dropout_p, mode, names, None, options)
-    return _applied(spec, q, k, v, attn_mask, generator, options)
+    return _served(spec, q, k, v, attn_mask, generator, options)
 
 
-def _applied(
+def _check(
+    qkv: tuple[Any, Any, Any],
+    tensors: dict[str, Any],
+    numbers: dict[str, Any],
+    mode: Any,
+    names: Names,
+    flags: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """What a spec cannot hold, and what would not be a constant."""
+    faults = Faults()
+    for name, tensor in zip("qkv", qkv, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            faults.add(name, type(tensor).__name__, "must be a torch.Tensor")
+    for name, value in numbers.items():
+        if value is None:
+            faults.add(name, value, "must be a number")
+    own = ("causal", "return_lse", "batch_invariant")
+    check_kinds(
+        faults,
+        tensors={**tensors, "attn_sink": options["attn_sink"]},
+        numbers={**numbers, **{n: options[n] for n in ("sm_scale", "logits_soft_cap")}},
+        counts={"layer_id": names[2], **{n: options[n] for n in ("window_left", "window_right")}},
+        flags={**flags, **{n: options[n] for n in own}},
+        mode=mode,
+        names={"policy_name": names[0], "model_id": names[1]},
+    )
+    faults.raise_if_any("attention")
+
+
+def _served(
     spec: tuple[Any, ...],
     q: torch.Tensor,
     k: torch.Tensor,
@@ -87,19 +126,32 @@ def _applied(
     attn_mask: torch.Tensor | None,
     generator: torch.Generator | None,
     options: dict[str, Any],
+    write: Callable[[], Any] | None = None,
 ) -> Traced:
-    name = _name(spec)
-    with torch.autocast(q.device.type, enabled=False):  # as in a call that is not traced
-        out, lse = _APPLIED[name](
-            _PROBLEMS[name],
-            q,
-            k,
-            v,
-            attn_sink=options["attn_sink"],
-            attn_mask=attn_mask,
-            generator=generator,
-        )
-    return out, (lse if options["return_lse"] else None), _info(spec)
+    """By the first route that does not refuse; `write` calls the operator, for one that writes."""
+    _raise_if_wrong(_verdict(spec, ()))
+    refused: tuple[str, ...] = ()  # by those that came before, as in a call that is not traced
+    for name in _names(spec):
+        if write is not None and name == _WRITES:
+            out, lse, _ = write()
+            return out, lse, _info(spec, refused)
+        try:
+            with torch.autocast(q.device.type, enabled=False):  # as there
+                out, lse = _APPLIED[name](
+                    _PROBLEMS[name],
+                    q,
+                    k,
+                    v,
+                    attn_sink=options["attn_sink"],
+                    attn_mask=attn_mask,
+                    generator=generator,
+                )
+        except UnsupportedProblem as error:
+            refused = (*refused, str(error.args[0]))
+            continue
+        return out, (lse if options["return_lse"] else None), _info(spec, refused)
+    _raise_if_wrong(_verdict(spec, refused))
+    raise AssertionError("unreachable: no route is left, and none was missed")
 
 
 def _spec(
@@ -132,27 +184,78 @@ def _spec(
 
 
 @torch.compiler.assume_constant_result
-def _name(spec: tuple[Any, ...]) -> str:
-    """Decides, leaves route and problem in the tables, and returns their name there."""
-    record, problem, _ = _decide(spec)
-    assert record.apply is not None
-    name = f"{record.route}: {problem!r}"
-    _APPLIED[name], _PROBLEMS[name] = record.apply, problem
-    return name
+def _names(spec: tuple[Any, ...]) -> tuple[str, ...]:
+    """The routes in the order to try them: names in the tables, which get them and the problem, or
+    `_WRITES` for one that writes into a given tensor, which an operator call does.
+
+    All at once: the compiler looks at the tables as they were when it first saw them.
+    """
+    _, problem, ranking = _ranked(spec)
+    names = []
+    for candidate in ranking.candidates:
+        record = candidate.record
+        if record.build is not None and spec[0] == "prefill" and problem.mask is None:
+            names.append(_WRITES)
+            continue
+        assert record.apply is not None
+        names.append(f"{record.route}: {problem!r}")
+        _APPLIED[names[-1]], _PROBLEMS[names[-1]] = record.apply, problem
+    return tuple(names)
 
 
 @torch.compiler.assume_constant_result
-def _writes(spec: tuple[Any, ...]) -> bool:
-    """Whether the chosen route writes into a given tensor, which an operator call does."""
-    return _decide(spec)[0].build is not None
+def _info(spec: tuple[Any, ...], refused: tuple[str, ...] = ()) -> AttentionInfo:
+    return _decide(spec, refused)[2]
 
 
 @torch.compiler.assume_constant_result
-def _info(spec: tuple[Any, ...]) -> AttentionInfo:
-    return _decide(spec)[2]
+def _verdict(spec: tuple[Any, ...], refused: tuple[str, ...]) -> tuple[bool, str]:
+    """Whether a call at fault is a bad one (or one that no route serves), and what its error says.
+
+    Raised in here, an error would reach the caller as an internal one of the compiler.
+    """
+    try:
+        _decide(spec, refused)
+    except ValueError as error:
+        return True, str(error)
+    except UnsupportedProblem as error:
+        return False, str(error)
+    return False, ""
 
 
-def _decide(spec: tuple[Any, ...]) -> tuple[AttentionRecord, AttentionProblem, AttentionInfo]:
+def _raise_if_wrong(verdict: tuple[bool, str]) -> None:
+    is_bad, text = verdict
+    if is_bad:
+        raise ValueError(text)
+    if text:
+        raise UnsupportedProblem(text)
+
+
+def _decide(
+    spec: tuple[Any, ...], refused: tuple[str, ...] = ()
+) -> tuple[AttentionRecord, AttentionProblem, AttentionInfo]:
+    """The route that comes after those that refused, the problem, and what a call reports."""
+    mode_reason, problem, ranking = _ranked(spec)
+    facts, place = device_facts(spec[2]), len(refused)
+    late = zip(ranking.candidates, refused, strict=False)
+    rejections = (*ranking.rejections, *(Rejection(c.record.route, (r,)) for c, r in late))
+    if place >= len(ranking.candidates):
+        raise unsupported(problem, facts, list(rejections))
+    chosen = ranking.candidates[place]
+    why = why_chosen(chosen, ranking.candidates, place)
+    lost = (*rejections, *slower(ranking.candidates[place + 1 :], chosen))
+    info = AttentionInfo(
+        backend_used=chosen.record.backend,
+        route=chosen.record.route,
+        reason=f"{mode_reason}; {why}; ranked while tracing",
+        fallback_reasons=tuple(str(rejection) for rejection in lost),
+        arch=facts.arch,
+    )
+    return chosen.record, problem, info
+
+
+def _ranked(spec: tuple[Any, ...]) -> tuple[str, AttentionProblem, Ranking]:
+    """Why the mode allows what, the problem, and the order of the routes."""
     kind, tensors, device, dropout_p, mode, names, options = spec
     q, k, v, mask, sink, out = (
         None
@@ -167,20 +270,6 @@ def _decide(spec: tuple[Any, ...]) -> tuple[AttentionRecord, AttentionProblem, A
         problem = train_problem(q, k, v, mask, dropout_p, None, **keywords)
     else:
         problem = prefill_problem(q, k, v, mask, False, out=out, **keywords)
-    facts = device_facts(device)
     forms = ("build",) if out is not None else forms_of(problem)
-    ranking = rank(problem, facts, default_registry(), forms=forms)
-    if not ranking.candidates:
-        raise unsupported(problem, facts, list(ranking.rejections))
-    chosen, *rest = ranking.candidates
-    record = chosen.record
-    lost = (*ranking.rejections, *slower(tuple(rest), chosen))
-    info = AttentionInfo(
-        backend_used=record.backend,
-        route=record.route,
-        reason=f"{decision.reason}; {why_chosen(chosen, ranking.candidates, 0)}; ranked while "
-        "tracing",
-        fallback_reasons=tuple(str(rejection) for rejection in lost),
-        arch=facts.arch,
-    )
-    return record, problem, info
+    ranking = rank(problem, device_facts(device), default_registry(), forms=forms)
+    return decision.reason, problem, ranking

@@ -22,7 +22,7 @@ import torch
 
 from stream_attention.core.backend_plan import AttentionBackendPlan, LaunchSpec
 from stream_attention.core.device import DeviceFacts
-from stream_attention.core.launch import BoundTensors
+from stream_attention.core.launch import BoundTensors, NotCopied
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord, CapabilityRule
 from stream_attention.core.routes.torch_exec import Call, run_alone, run_group
@@ -61,7 +61,7 @@ ITEM_LAUNCHES = 15
 CHUNK_LAUNCHES = 20
 
 
-class TorchLaunch:
+class TorchLaunch(NotCopied):
     """One bound call of the torch route; implements `Launch`.
 
     Owns the gather buffers (`workspace_bytes`); other temporaries are bounded by a few times

@@ -15,7 +15,7 @@ import torch
 
 from stream_attention.core.backend_plan import AttentionBackendPlan, LaunchSpec
 from stream_attention.core.device import DeviceFacts
-from stream_attention.core.launch import BoundTensors
+from stream_attention.core.launch import BoundTensors, NotCopied
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import (
     AttentionRecord,
@@ -34,7 +34,7 @@ from stream_attention.core.tile_plan import AttentionTilePlan
 ROUTE = "triton"
 
 
-class TritonLaunch:
+class TritonLaunch(NotCopied):
     """A built plan of the Triton route. See `stream_attention.core.launch.Launch`."""
 
     def __init__(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from stream_attention.core import oracle
+from stream_attention.core.device import without_autocast
 from stream_attention.core.oracle_args import OracleCall, prepare
 from stream_attention.core.testing.tolerance import (
     assert_close,
@@ -88,10 +89,11 @@ def golden(
         lse_noise=torch.zeros(shape[:2], dtype=torch.float64, device=device),
         dtype=dtype,
     )
-    for block in oracle.blocks(call):
-        for chunk in oracle.query_chunks(block):
-            _reference(call, block, chunk, result)
-            _noise(call, block, chunk, result)
+    with without_autocast(device):
+        for block in oracle.blocks(call):
+            for chunk in oracle.query_chunks(block):
+                _reference(call, block, chunk, result)
+                _noise(call, block, chunk, result)
     return result
 
 
@@ -100,17 +102,20 @@ def _reference(call: OracleCall, block: oracle.Block, chunk: slice, result: Gold
     live, scores, visible = oracle.masked_scores(call, block, chunk, torch.float32)
     if not live.numel():
         return
-    largest = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - largest)
+    largest = scores.amax(-1)
+    sink = oracle.sink_of_rows(call, block, live)
+    if sink is not None:
+        sink = sink.float()
+        largest = torch.maximum(largest, sink)
+    weights = torch.exp(scores - largest.unsqueeze(-1))
     denominator = weights.sum(-1)
-    if call.attn_sink is not None:
-        sink = oracle.sink_of_rows(call, block, live).float()
-        denominator = denominator + torch.exp(sink - largest.squeeze(-1))
+    if sink is not None:
+        denominator = denominator + torch.exp(sink - largest)
     rounded = weights.to(block.q.dtype).float()
     out = oracle.weighted_values(block, rounded, visible) / denominator.unsqueeze(-1)
     row, head = oracle.rows_of(block, chunk, live)
     result.reference_out[row, head] = out.to(result.dtype)
-    result.reference_lse[row, head] = largest.squeeze(-1) + torch.log(denominator)
+    result.reference_lse[row, head] = largest + torch.log(denominator)
 
 
 def _noise(call: OracleCall, block: oracle.Block, chunk: slice, result: Golden) -> None:
@@ -124,10 +129,7 @@ def _noise(call: OracleCall, block: oracle.Block, chunk: slice, result: Golden) 
     live, scores, visible = oracle.masked_scores(call, block, chunk)
     if not live.numel():
         return
-    norm = torch.logsumexp(scores, -1)
-    if call.attn_sink is not None:
-        norm = torch.logaddexp(norm, oracle.sink_of_rows(call, block, live))
-    weights = torch.exp(scores - norm.unsqueeze(-1))
+    weights, norm = oracle.softmax(scores, oracle.sink_of_rows(call, block, live))
     unit = unit_roundoff(torch.float32)
     dim = block.q.shape[-1]
     rows = block.q[chunk].double().abs().reshape(-1, dim)[live]

@@ -163,22 +163,30 @@ def merge_oracle(
     logs = lse_parts.double()
     alive = logs != -math.inf
     any_alive = alive.any(0)
-    total = torch.logsumexp(logs, 0) if logs.shape[0] else logs.new_full(logs.shape[1:], -math.inf)
+    sinks = None
     if attn_sink is not None:
         rows = torch.arange(logs.shape[1], device=logs.device)
         sinks = attn_sink.double()[rows % attn_sink.shape[0]]
-        total = torch.where(any_alive, torch.logaddexp(total, sinks), total)
+    # Not `exp(lse_i - total)`: beside -1e20 a total has no room for the log of a sum.
+    largest = logs.amax(0) if logs.shape[0] else logs.new_full(logs.shape[1:], -math.inf)
+    if sinks is not None:
+        largest = torch.maximum(largest, sinks)
+    largest = torch.where(any_alive, largest, 0.0)
+    total = torch.exp(logs - largest).sum(0)
+    if sinks is not None:
+        total = total + torch.exp(sinks - largest)
+    total = torch.where(any_alive, total, 1.0)
+    lse = torch.where(any_alive, largest + torch.log(total), -math.inf)
     out = out_parts.new_zeros(out_parts.shape[1:], dtype=torch.float64)
     noise = torch.zeros_like(out)
     step = 3 * unit_roundoff(torch.float32)
     for state in range(logs.shape[0]):  # one state at a time: fp64 copies of all would not fit
-        distance = torch.where(alive[state], logs[state] - total, 0.0)[:, None]
-        term = torch.where(
-            alive[state][:, None], torch.exp(distance) * out_parts[state].double(), 0.0
-        )
+        weight = (torch.exp(logs[state] - largest) / total)[:, None]
+        distance = torch.where(alive[state], logs[state] - lse, 0.0)[:, None]
+        term = torch.where(alive[state][:, None], weight * out_parts[state].double(), 0.0)
         out += term
         noise += step * term.abs() * (1 + distance.abs())
-    return out, total, noise
+    return out, lse, noise
 
 
 def state_cases(
