@@ -174,11 +174,18 @@ def test_a_long_request_among_short_ones_is_split_widely() -> None:
 @pytest.mark.parametrize("form", sorted(FORMS))
 @pytest.mark.parametrize("option", sorted(OPTIONS))
 def test_a_longer_neighbour_changes_no_bit_of_a_batch_invariant_request(option, form) -> None:
-    """On both sides of a split's tokens, and of the most splits of two KV heads."""
-    for lens in ((700, 1400), (1000, 1025), (1100, 40_000), (9000, 140_000)):
-        for dtype in ("bfloat16", "float32"):
-            fields = {"dtype": dtype, **FORMS[form], **OPTIONS[option]}
-            check_neighbours(RECORD, Case(kv_lens=lens, **fields), DEVICE)
+    """On both sides of a split's tokens; dtypes take turns."""
+    turn = sorted(OPTIONS).index(option) + sorted(FORMS).index(form)
+    fields = {"dtype": ("bfloat16", "float32")[turn % 2], **FORMS[form], **OPTIONS[option]}
+    for lens in ((700, 1400), (1000, 1025), (1100, 6000)):
+        check_neighbours(RECORD, Case(kv_lens=lens, **fields), DEVICE)
+
+
+@pytest.mark.parametrize("form", ["append", "decode", "packed"])
+def test_a_far_longer_neighbour_changes_no_bit(form) -> None:
+    """On both sides of the most splits of two KV heads."""
+    for lens in ((1100, 40_000), (9000, 140_000)):
+        check_neighbours(RECORD, Case(kv_lens=lens, sink=1.0, **FORMS[form]), DEVICE)
 
 
 def test_a_request_among_many_gives_its_bits_alone() -> None:

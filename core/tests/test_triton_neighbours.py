@@ -87,6 +87,23 @@ def test_splits_of_every_form_agree_with_the_oracle(option: str, form: str, smal
     want.check(described.result(), described.result_lse(), f"{built.case!r}: ")
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(("queries", "group"), [((5,) * 3, 3), ((1,) * 12, 4), ((20,) * 4, 2)])
+@pytest.mark.parametrize("tokens", [30, 300])
+def test_packed_requests_of_as_many_queries_each_are_all_served(
+    tokens: int, queries: tuple[int, ...], group: int, invariant: bool, small_splits
+) -> None:
+    """Outputs are full of NaN before: a row that no program takes would stay so."""
+    fields = {"num_qo_heads": group, "num_kv_heads": 1, "head_dim_qk": 16, "dtype": "float32"}
+    built = build(Case(qo_lens=queries, kv_lens=(tokens,) * len(queries), **fields), 0)
+    longest = max(queries)  # as a plan finds it when it validates
+    step, described = launch(RECORD, built, batch_invariant=invariant, max_qo_len=longest)
+    assert described.problem.uniform
+    step.run()
+    want = golden(built.q, built.cache, built.qo_indptr, **built.options)
+    want.check(described.result(), described.result_lse(), f"{built.case!r}: ")
+
+
 def test_lengths_that_change_in_place_use_their_own_splits(small_splits) -> None:
     built = build(_case("packed", "sink", kv_lens=(300, 300), spare=0), 0)
     step, described = launch(RECORD, built, batch_invariant=True)

@@ -127,8 +127,15 @@ def choose_tiles(problem: AttentionProblem) -> tuple[int, int, int, int, int, in
     return block_m, block_n, block_qk, block_vo, num_warps, num_stages
 
 
-def choose_config(problem: AttentionProblem, device: DeviceFacts) -> TritonConfig:
-    """The launch geometry of a problem on a device; lengths are not known here, only capacities."""
+def choose_config(
+    problem: AttentionProblem, device: DeviceFacts, has_indptr: bool = False
+) -> TritonConfig:
+    """The launch geometry of a problem on a device; lengths are not known here, only capacities.
+
+    has_indptr: the queries come with a `qo_indptr`, equally many a request or not. A program then
+    finds its request by the offsets, at slot `qo_indptr[b] * group // block_m + b`, and there are
+    more slots than tiles.
+    """
     block_m, block_n, block_qk, block_vo, num_warps, num_stages = choose_tiles(problem)
     tiles = {
         "block_m": block_m,
@@ -139,7 +146,7 @@ def choose_config(problem: AttentionProblem, device: DeviceFacts) -> TritonConfi
         "num_stages": num_stages,
     }
     packed = problem.total_qo_len * problem.gqa_group_size
-    if problem.uniform and problem.batch:
+    if problem.uniform and problem.batch and (problem.batch == 1 or not has_indptr):
         units = problem.batch * _ceil_div(problem.max_qo_len * problem.gqa_group_size, block_m)
     else:
         units = _ceil_div(packed, block_m) + problem.batch

@@ -50,7 +50,7 @@ class TritonLaunch(NotCopied):
         self._kernels, self._merges = triton_kernels, triton_merge
         self._problem = problem
         self._device = device
-        self.config = config or choose_config(problem, device)
+        self.config = config or choose_config(problem, device, bound.qo_indptr is not None)
         self._merge_records = merge_records
         # Token positions are int32 on the device; a tile past the last must not overflow.
         self._capacity = min(problem.kv_capacity, (1 << 31) - 1 - self.config.block_n)

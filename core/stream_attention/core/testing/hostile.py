@@ -88,6 +88,17 @@ def _masks() -> Iterator[Case]:
     yield Case(name="append", qo_lens=(33, 17), kv_lens=(100, 64))
     yield Case(name="prefill", qo_lens=(65,), kv_lens=(65,), head_dim_qk=32)
     yield Case(name="mixed_phases", qo_lens=(1, 37, 4, 0, 1), kv_lens=(80, 37, 20, 12, 0))
+    # As many queries in every request, yet packed: a kernel that numbers tiles of queries by the
+    # offsets needs more of them than requests times tiles.
+    yield Case(name="packed_equal_5", qo_lens=(5,) * 3, kv_lens=(300, 1, 30), num_qo_heads=6)
+    yield Case(name="packed_equal_1", qo_lens=(1,) * 12, kv_lens=(40,) * 12, num_qo_heads=8)
+    yield Case(
+        name="packed_equal_64",
+        qo_lens=(64,) * 4,
+        kv_lens=(64, 80, 64, 70),
+        num_qo_heads=8,
+        head_dim_qk=32,
+    )
     yield Case(name="zero_queries_first", qo_lens=(0, 3), kv_lens=(20, 30))
     yield Case(name="zero_queries_last", qo_lens=(3, 0, 0), kv_lens=(20, 30, 0))
     yield Case(name="zero_queries_all", qo_lens=(0, 0), kv_lens=(20, 30))

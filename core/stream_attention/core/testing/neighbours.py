@@ -24,6 +24,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "verify": {"qo_lens": (4, 4), "call": "block"},
     "append": {"qo_lens": (40, 40), "call": "block"},
     "packed": {"qo_lens": (3, 50), "call": "ragged"},
+    "packed_equal": {"qo_lens": (5, 5), "call": "ragged"},
     "packed_long": {"qo_lens": (40, 1), "call": "ragged"},
 }
 """Calls of two requests, by name."""
