@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import types
 import weakref
 
 import pytest
@@ -185,6 +186,16 @@ def test_scratch_is_bounded_too(route):
     tiny = PlanCache(max_scratch_bytes=10)
     once(q, *kv(), route, tiny)
     assert len(tiny) == 0
+
+
+def test_a_plan_too_large_to_be_kept_puts_out_no_other(route):
+    plans, q = PlanCache(max_scratch_bytes=150), torch.randn(2, 4, 16)
+    once(q, *kv(), route, plans)
+    (idle,) = next(iter(plans._idle.values()))
+    large = types.SimpleNamespace(backend_plan=types.SimpleNamespace(workspace_bytes=151))
+    plans.give("another call", large)
+    assert plans.take("another call") is None
+    assert [launch for kept in plans._idle.values() for launch in kept] == [idle]
 
 
 def test_clear_drops_every_plan(route):

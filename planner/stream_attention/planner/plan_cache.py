@@ -55,7 +55,12 @@ class PlanCache:
             return plan
 
     def give(self, key: Hashable, plan: Built) -> None:
-        """Keep `plan` for later calls; the oldest go where the bounds ask for it."""
+        """Keep `plan` for later calls; the oldest go where the bounds ask for it.
+
+        One that is larger than all may be together is not kept, and no other goes for it.
+        """
+        if plan.backend_plan.workspace_bytes > self.max_scratch_bytes:
+            return
         dropped = []  # destroyed outside of the lock: freeing scratch may take a while
         with self._lock:
             self._idle.setdefault(key, []).append(plan)
