@@ -35,7 +35,7 @@ struct StreamAttentionDecodeParams {
   const int32_t* page_table;   // null: contiguous, page b is request b
   const int32_t* kv_lens;      // null: every request holds `capacity` tokens
   const float* attn_sink;      // [num_qo_heads], null: none
-  const float* key_scale;      // of each KV head, null: 1
+  const float* key_scale;      // fp8 K and V: of each KV head, null: 1
   const float* value_scale;
   void* out;                   // [batch * qo_len, num_qo_heads, head_dim], dtype of q
   float* lse;                  // natural log; null: not wanted

@@ -135,31 +135,47 @@ struct Region {
                  : "memory");
   }
 
+  // From one item on.
+  __device__ __forceinline__ Region from(int item) const {
+    Region rest = *this;
+    rest.outs += item;
+    rest.sums += item;
+    return rest;
+  }
+
   __device__ __forceinline__ void publish(int item, const State& state) const {
     store(item, {published(state.out.x), published(state.out.y), published(state.out.z),
                  published(state.out.w), published(state.top), published(state.sum)});
   }
 
-  // Waits for up to two items a lane (`count`), empties their places, and merges them. All lanes
-  // wait together: lanes that leave the loop one by one would take the code that follows, which
-  // is full of shuffles, through its slow form for warps that have come apart (1.2 us, far away in
-  // the kernel and thus not in a cache).
-  __device__ __forceinline__ void take(State& state, int count, int first, int second) const {
-    uint32_t a[6], b[6];
+  // Waits for the first `count` of a lane's items, empties their places, and gives their states;
+  // the others are empty. All lanes wait together: lanes that leave the loop one by one would take
+  // the code that follows, which is full of shuffles, through its slow form for warps that have
+  // come apart (1.2 us, far away in the kernel and thus not in a cache).
+  template <int kMost>
+  __device__ __forceinline__ void take(int count, const int (&items)[kMost],
+                                       State (&states)[kMost]) const {
+    uint32_t words[kMost][6];
     bool ready;
     do {
-      if (count > 0) load(first, a);
-      if (count > 1) load(second, b);
-      ready = (count < 1 || is_present(a)) && (count < 2 || is_present(b));
+      ready = true;
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        if (i < count) load(items[i], words[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        if (i < count) ready = ready && is_present(words[i]);
+      }
     } while (!__all_sync(0xffffffffu, ready));
     const uint32_t absent[6] = {kAbsent, kAbsent, kAbsent, kAbsent, kAbsent, kAbsent};
-    if (count > 0) {
-      store(first, absent);
-      add(state, state_of(a));
-    }
-    if (count > 1) {
-      store(second, absent);
-      add(state, state_of(b));
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      states[i] = empty_state();
+      if (i < count) {
+        store(items[i], absent);
+        states[i] = state_of(words[i]);
+      }
     }
   }
 

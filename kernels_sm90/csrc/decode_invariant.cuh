@@ -88,7 +88,8 @@ class DecodeSpans : protected DecodeQuery<T, E, Shape, kWholePages> {
     }
   }
 
-  // Where this thread keeps a vector of a node of the fold.
+  // Where the block keeps the vectors of a node of the fold. Whoever reads one is behind the
+  // barrier of a merge that its writer passed too.
   __device__ __forceinline__ Region folded(int level) const {
     if (level == 0) return Region(reinterpret_cast<float*>(memory + Shape::kFoldAt), kVectors);
     const int blocks = static_cast<int>(launch.blocks.divisor), grid = gridDim.x;
@@ -122,7 +123,7 @@ class DecodeSpans : protected DecodeQuery<T, E, Shape, kWholePages> {
       }
     }
     if (whole) {
-      this->write(shared.request, vector, state);
+      this->write(this->answer_at(shared.request, vector), state);
     } else {
       handed_out().publish(items_of(shared.request)[span >> levels] + vector, state);
     }
@@ -131,34 +132,8 @@ class DecodeSpans : protected DecodeQuery<T, E, Shape, kWholePages> {
   // Nodes that a lane reads at once.
   static constexpr int kMostTaken = 4;
 
-  // Waits for the first `count` of a lane's items, empties their places and adds them up as the
-  // tree does. Lanes without an item have what means nothing. All lanes wait together, as in
-  // `Region::take`.
-  static __device__ __forceinline__ State take(const Region& from, int count,
-                                               const int (&items)[kMostTaken]) {
-    uint32_t words[kMostTaken][6];
-    bool ready;
-    do {
-      ready = true;
-#pragma unroll
-      for (int i = 0; i < kMostTaken; ++i) {
-        if (i < count) from.load(items[i], words[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < kMostTaken; ++i) {
-        if (i < count) ready = ready && Region::is_present(words[i]);
-      }
-    } while (!__all_sync(0xffffffffu, ready));
-    const uint32_t absent[6] = {kAbsent, kAbsent, kAbsent, kAbsent, kAbsent, kAbsent};
-    State states[kMostTaken];
-#pragma unroll
-    for (int i = 0; i < kMostTaken; ++i) {
-      states[i] = empty_state();
-      if (i < count) {
-        from.store(items[i], absent);
-        states[i] = Region::state_of(words[i]);
-      }
-    }
+  // What a lane's first `count` nodes are in the tree. Lanes without one have what means nothing.
+  static __device__ __forceinline__ State fold_nodes(int count, State (&states)[kMostTaken]) {
 #pragma unroll
     for (int step = 1; step < kMostTaken; step *= 2) {
 #pragma unroll
@@ -200,12 +175,15 @@ class DecodeSpans : protected DecodeQuery<T, E, Shape, kWholePages> {
       const int vector = begin + round + lane % columns;
       const int left = vector < vectors ? nodes - lane_node * each : 0;
       const int count = min(max(left, 0), each);
+      const auto answer = this->answer_at(shared.request, vector < vectors ? vector : 0);
       int items[kMostTaken];
 #pragma unroll
       for (int i = 0; i < kMostTaken; ++i) items[i] = i < count ? of_nodes[i] + vector : 0;
-      State state = take(from, count, items);
+      State states[kMostTaken];
+      from.take(count, items, states);
+      State state = fold_nodes(count, states);
       fold_lanes(state, lane_node, held, lanes, columns);
-      if (lane < columns && vector < vectors) this->write(shared.request, vector, state);
+      if (lane < columns && vector < vectors) this->write(answer, state);
     }
   }
 

@@ -10,32 +10,28 @@
 #ifndef STREAM_ATTENTION_DECODE_KERNEL_CUH_
 #define STREAM_ATTENTION_DECODE_KERNEL_CUH_
 
-#include "decode_invariant.cuh"
-#include "decode_query.cuh"
+#include "decode_merge.cuh"
 #include "stream_attention/global_memory.cuh"
 
 namespace stream_attention {
 
-// What a block does between products, by whether requests are batch-invariant.
 template <class T, class E, class Shape, bool kWholePages>
-using DecodeParts = std::conditional_t<Shape::kInvariant, DecodeSpans<T, E, Shape, kWholePages>,
-                                       DecodeQuery<T, E, Shape, kWholePages>>;
-
-template <class T, class E, class Shape, bool kWholePages>
-class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
-  using Work = DecodeParts<T, E, Shape, kWholePages>;
+class DecodeBlock : DecodeMerge<T, E, Shape, kWholePages> {
+  using Work = DecodeMerge<T, E, Shape, kWholePages>;
   using typename Work::ChunkPlace;
   using Work::D, Work::N, Work::kVectorsPerRow, Work::kAhead, Work::kSubs;
   using Work::launch, Work::p, Work::lane, Work::warp, Work::control;
 
   using typename Work::Math;
   using Work::kFp8, Work::query, Work::row_scale;
+  using Work::acc, Work::memory, Work::row_max, Work::row_sum;
   static constexpr bool kInvariant = Shape::kInvariant;
-  static constexpr int kChains = Shape::kRowBlocks == 1 && !kFp8 ? 2 : 1;
+  // Chains of sums in the scores, so that few rows' products need not wait for one another.
+  static constexpr int kChains = Shape::kRowBlocks == 1 && !(kFp8 && kInvariant) ? 2 : 1;
 
  public:
   __device__ __forceinline__ DecodeBlock(const DecodeLaunch& launched, char* shared)
-      : Work(launched, shared), memory(shared) {}
+      : Work(launched, shared) {}
 
   __device__ __forceinline__ void run() {
     Cursor at{}, ahead{};  // a search that finds no tile sets no more than that
@@ -127,74 +123,93 @@ class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
   }
 
   // Finds the block's range, reads its first rows of q and fills the ring. While the producer still
-  // runs, the range and the first pages are read as hints. When it has ended, the copies begin with
-  // what the hints say, and what they say is read again: if it is no longer true, all begins anew.
+  // runs, the range and the first pages are read as hints, and addresses made of them. When it has
+  // ended, copies begin at once with what the hints say, and what they say is read again: if it is
+  // no longer true, all begins anew. A block that fills its SM does not come before its producer
+  // has ended, and needs no hints.
   __device__ __forceinline__ void begin(Cursor& at, Cursor& ahead) {
     auto& search = *reinterpret_cast<Search<Shape>*>(memory + Shape::kSearchAt);
     static_assert(sizeof(search) <= Shape::kSearchBytes);
+    constexpr bool kHints = Shape::kHints;
     const Lens lens = this->lens();
     const int block = control.block;
-    const bool in_warps = p.batch <= 32, guessing = p.batch <= Shape::kThreads;
+    const bool in_warps = p.batch <= 32, in_threads = p.batch <= Shape::kThreads;
     const int own = p.batch == 1 ? 0 : in_warps ? lane : threadIdx.x;
-    const bool has_own = own < p.batch && guessing;
-    Cursor guesses[kAhead + 1];
+    const bool has_own = own < p.batch && in_threads;
     ChunkPlace places[kAhead + 1];
-    int own_hint = 0;
-    if (guessing) {
-      if (has_own) own_hint = lens.template read<true>(own);
+    int own_read = 0;
+    bool same = false;
+    if (kHints && in_threads) {
+      const int own_hint = has_own ? lens.template read<true>(own) : 0;
       const int own_len = has_own ? lens.bounded(own_hint) : 0;
       locate(launch, own_len, block, search, at, range);
       const KnownLens known{p.batch, own_len, search.lens};
+      typename Work::Hint hints[kAhead + 1];
       ahead = at;
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) {
-        guesses[i] = ahead;
-        places[i] = this->template place_of<true>(ahead);
-        if (!this->exists(places[i])) places[i].live = 0;
+        hints[i] = this->hint_of(ahead);
+        places[i] = hints[i].place;
         if (i < kAhead && ahead.in_block > 0) this->next_tile(known, ahead);
       }
-    }
-    // Of a single tile the prefetch comes too late to help, and only delays what follows.
-    if (at.in_block > 1) this->prefetch_keys(places[0]);
-    DependentMemory::wait_for_producer();
-    const int release_at = release_point(at.in_block);
-    if (at.in_block <= release_at) DependentMemory::release_consumer();
-    if (threadIdx.x == 0) control.release_at = release_at;
-    int own_read = 0;
-    if (has_own) own_read = lens.template read<false>(own);
-    bool same = guessing;
-    if (guessing) {
-      ChunkPlace now[kAhead + 1];
+      const char* const own_query = computed_once(this->query_piece(at.request, 0));
+      const auto first_keys = this->first_keys(places[0]);
+      // Of a single tile the prefetch comes too late to help, and only delays what follows.
+      if (at.in_block > 1) this->prefetch_keys(places[0]);
+      DependentMemory::wait_for_producer();
+      if (at.in_block > 0) this->copy_first_query(at.request, own_query);
+      if (has_own) own_read = lens.template read<false>(own);
+      int ids[kAhead + 1][kSubs];
 #pragma unroll
-      for (int i = 0; i <= kAhead; ++i) now[i] = this->template place_of<false>(guesses[i]);
-      this->copy_first_queries(at);
+      for (int i = 0; i <= kAhead; ++i) this->read_again(hints[i], ids[i]);
+      if (at.in_block > at.in_request) this->copy_query(at.request + 1);
+      commit_copies();
       // All warps' small reads go ahead of the tokens, behind which they would queue.
       __syncthreads();
-      this->copy_first(places);
+      this->copy_first_keys(places[0], first_keys);
+      this->copy_first(places, 1);
+      release_at_point(at);
       same = own_hint == own_read;
 #pragma unroll
-      for (int i = 0; i <= kAhead; ++i) same = same && this->same_pages(places[i], now[i]);
+      for (int i = 0; i <= kAhead; ++i) {
+        same = same && hints[i].exists;
+#pragma unroll
+        for (int sub = 0; sub < kSubs; ++sub) same = same && ids[i][sub] == places[i].page[sub];
+      }
       same = in_warps ? __all_sync(0xffffffffu, same) : __syncthreads_and(same);
+      if (!same) wait_copies<0>();
+    } else {
+      DependentMemory::wait_for_producer();
+      if (has_own) own_read = lens.template read<false>(own);
     }
     if (!same) {
-      wait_copies<0>();
-      const int own_len = has_own ? lens.bounded(own_read) : 0;
-      if (guessing) {
-        locate(launch, own_len, block, search, at, range);
+      if (in_threads) {
+        locate(launch, has_own ? lens.bounded(own_read) : 0, block, search, at, range);
       } else {
         locate_in_turns(launch, lens, block, search, at, range);
       }
+      if (!kHints || !in_threads) release_at_point(at);
       if (at.in_block == 0) return;
-      this->copy_first_queries(at);
+      if constexpr (kFp8) this->copy_scales();
+      this->copy_query(at.request);
+      if (at.in_block > at.in_request) this->copy_query(at.request + 1);
+      commit_copies();
       ahead = at;
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) {
-        places[i] = this->template place_of<false>(ahead);
+        places[i] = this->place_of(ahead);
         if (i < kAhead && ahead.in_block > 0) this->next_tile(ahead);
       }
-      this->copy_first(places);
+      this->copy_first(places, 0);
     }
     place = places[kAhead];
+  }
+
+  // Lets the next launch's blocks come, now or, by a note to all threads, at a later tile.
+  __device__ __forceinline__ void release_at_point(const Cursor& at) const {
+    const int release_at = release_point(at.in_block);
+    if (at.in_block <= release_at) DependentMemory::release_consumer();
+    if (threadIdx.x == 0) control.release_at = release_at;
   }
 
   // How many tiles a block has left when it lets the next launch's blocks come: halfway. They must
@@ -450,92 +465,30 @@ class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
     }
   }
 
-  // Where a column of a row of a warp's state lies in the slot that serves the merge, in floats.
-  static __device__ __forceinline__ int merge_at(int of_warp, int row, int column) {
-    return of_warp * (Shape::kChunkBytes / 4) + row * Shape::kMergeStride +
-           (Shape::kMergePermuted ? column ^ (row << 2) : column);
-  }
-
-  // Puts rows [first, first + rows) of the warp's state into the place of its chunk of V.
-  __device__ __forceinline__ void put_state(float* outs, float2* sums, int first, int rows,
-                                            const float (&of_rows)[N / 8][2]) const {
-    const int nb = first / 8, start = first % 8;
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int row = lane % 4 * 2 + c - start;
-      if (row < 0 || row >= rows) continue;
-#pragma unroll
-      for (int i = 0; i < D / 16; ++i) {
-        if constexpr (kFp8) {
-          *reinterpret_cast<float2*>(outs + merge_at(warp, row, i * 16 + lane / 4 * 2)) =
-              make_float2(acc[nb][i][c], acc[nb][i][c + 2]);
-        } else {
-          outs[merge_at(warp, row, i * 16 + lane / 4)] = acc[nb][i][c];
-          outs[merge_at(warp, row, i * 16 + lane / 4 + 8)] = acc[nb][i][c + 2];
-        }
-      }
-      if (lane < 4) {
-        sums[warp * Shape::kMergeRows + row] = make_float2(row_max[nb][c], of_rows[nb][c]);
-      }
-    }
-  }
-
-  // Merges the warps' states in the slot at `outs`, which every warp is done with but for its own
-  // chunk, and gives each vector to `use`. Ends at different times for different warps.
-  template <class Use>
-  __device__ __forceinline__ void merge_warps(float* outs, Use&& use) const {
-    constexpr int kMost = Shape::kMergeRows;
-    float2* sums = reinterpret_cast<float2*>(memory + Shape::kSumsAt);
-    float of_rows[N / 8][2];
-#pragma unroll
-    for (int nb = 0; nb < N / 8; ++nb) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) of_rows[nb][c] = sum_over_tokens(row_sum[nb][c]);
-    }
-#pragma unroll
-    for (int first = 0; first < N; first += kMost) {
-      const int rows = min(kMost, control.live_rows - first);
-      if (rows <= 0) break;
-      if (first > 0) __syncthreads();
-      put_state(outs, sums, first, rows, of_rows);
-      __syncthreads();
-      for (int v = threadIdx.x; v < rows * kVectorsPerRow; v += Shape::kThreads) {
-        const int row = v / kVectorsPerRow, column = v % kVectorsPerRow * 4;
-        State state = empty_state();
-#pragma unroll
-        for (int w = 0; w < Shape::kWarps; ++w) {
-          state.top = fmaxf(state.top, sums[w * kMost + row].x);
-        }
-#pragma unroll 4
-        for (int w = 0; w < Shape::kWarps; ++w) {
-          const float2 of_warp = sums[w * kMost + row];
-          const float weight = weight_in(of_warp.x, state.top);
-          const float4 part = *reinterpret_cast<const float4*>(outs + merge_at(w, row, column));
-          state.sum += weight * of_warp.y;
-          state.out.x += weight * part.x;
-          state.out.y += weight * part.y;
-          state.out.z += weight * part.z;
-          state.out.w += weight * part.w;
-        }
-        use(first * kVectorsPerRow + v, state);
-      }
-    }
-  }
-
   // The end of a request, of a span of it or of the range.
   __device__ __forceinline__ void finish(const Cursor& at, int value_slot) {
     const bool more = at.in_block > 1;
     // The next rows of q were asked for when the request began: in so few tiles they may not have
     // been waited for.
     if (more && at.tile - tiles_of<Shape>(p, at.kv_len).first < kAhead) wait_copies<0>();
-    merge_warps(reinterpret_cast<float*>(memory + value_slot * Shape::kSlotBytes),
-                [&](int vector, const State& state) {
-                  if constexpr (kInvariant) {
-                    this->give(control.current, at.in_request, vector, state);
-                  } else {
-                    this->give(control.current, vector, state);
-                  }
-                });
+    if constexpr (kInvariant) {
+      this->merge_warps(
+          value_slot, !more, [](int) { return 0; },
+          [&](int, int vector, const State& state) {
+            this->give(control.current, at.in_request, vector, state);
+          });
+    } else {
+      this->merge_warps(
+          value_slot, !more,
+          [&](int vector) { return this->target_of(control.current, vector); },
+          [&](const Region& target, int vector, const State& state) {
+            if (control.current.parts == 1) {
+              this->write(this->answer_at(control.current.request, vector), state);
+            } else {
+              target.publish(0, state);
+            }
+          });
+    }
     if (more) {
       arrive(this->merged());
       if (kInvariant && lane == 0) ++turn().merges;
@@ -545,12 +498,8 @@ class DecodeBlock : DecodeParts<T, E, Shape, kWholePages> {
   }
 
   Range range;      // as it was found
-  char* memory;     // shared
   Seen own_seen;    // unless it lies in shared memory
   ChunkPlace place;
-  float acc[Shape::kRowBlocks][D / 16][4];
-  float row_max[Shape::kRowBlocks][2];
-  float row_sum[Shape::kRowBlocks][2];
 };
 
 template <class T, class E, int kHeadDim, int kRows, bool kWholePages, bool kInvariant>

@@ -86,13 +86,19 @@ __device__ __forceinline__ void widen(uint32_t four, uint32_t& low, uint32_t& hi
       : "r"(four));
 }
 
-// 16 bytes to shared memory, or 16 zero bytes when `bytes` is 0 (then nothing is read).
+// 16 bytes to shared memory, or 16 zero bytes when `bytes` is 0 (then nothing is read). L2 takes
+// the whole line: the rest of it is the next head's row, or this one's next token.
 __device__ __forceinline__ void copy_async(uint32_t target, const void* source, int bytes,
                                            uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
                :
                : "r"(target), "l"(source), "r"(bytes), "l"(policy)
                : "memory");
+}
+
+// 4 bytes to shared memory.
+__device__ __forceinline__ void copy_word_async(uint32_t target, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" : : "r"(target), "l"(source) : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() {

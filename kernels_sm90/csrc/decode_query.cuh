@@ -32,30 +32,40 @@ class DecodeQuery : protected DecodeWork<T, E, Shape, kWholePages> {
     return this->ring + Shape::kQueryAt + request % 2 * Shape::kQueryBytes;
   }
 
-  // Copies the packed rows of q of a request, zeros for rows past the last one. The copies belong
-  // to the group that is committed next.
+  // Where the thread's i-th piece of the packed rows of q of a request lies. Rows past the last one
+  // have the first one's, and are never read.
+  __device__ __forceinline__ const char* query_piece(int request, int i) const {
+    const int index = threadIdx.x + i * Shape::kThreads;
+    const int row = index / (D / 8), piece = index % (D / 8);
+    const bool live = row < control.live_rows;
+    return reinterpret_cast<const char*>(
+        query_row(request, control.row_start + (live ? row : 0)) + piece * 8);
+  }
+
+  // Copies that piece, which lies at `source`; zeros for rows past the last one.
+  __device__ __forceinline__ void copy_piece(uint32_t target, int i, const char* source) const {
+    const int index = threadIdx.x + i * Shape::kThreads;
+    const int row = index / (D / 8), piece = index % (D / 8);
+    if (N * D / 8 % Shape::kThreads != 0 && row >= N) return;
+    copy_async(target + Shape::Query::offset(row, piece), source,
+               row < control.live_rows ? 16 : 0, this->policy);
+  }
+
+  // Copies the packed rows of q of a request. The copies belong to the group that is committed
+  // next.
   __device__ __forceinline__ void copy_query(int request) const {
     // Not in a uniform register: ptxas 13.0 then makes illegal copies (`[R1+UR0], desc[UR1]`).
     const uint32_t target = computed_once(queries(request));
 #pragma unroll
-    for (int i = 0; i < kQueryTurns; ++i) {
-      const int index = threadIdx.x + i * Shape::kThreads;
-      const int row = index / (D / 8), piece = index % (D / 8);
-      if (N * D / 8 % Shape::kThreads != 0 && row >= N) break;
-      const bool live = row < control.live_rows;
-      copy_async(target + Shape::Query::offset(row, piece),
-                 query_row(request, control.row_start + (live ? row : 0)) + piece * 8,
-                 live ? 16 : 0, this->policy);
-    }
+    for (int i = 0; i < kQueryTurns; ++i) copy_piece(target, i, query_piece(request, i));
   }
 
-  // Of the range's first request, and of the next one: a group of their own.
-  __device__ __forceinline__ void copy_first_queries(const Cursor& at) const {
-    if (at.in_block > 0) {
-      copy_query(at.request);
-      if (at.in_block > at.in_request) copy_query(at.request + 1);
-    }
-    commit_copies();
+  // The same of the range's first request in a block that has come early, with a thread's only
+  // piece at `source`, and the scales.
+  __device__ __forceinline__ void copy_first_query(int request, const char* source) const {
+    static_assert(kQueryTurns == 1 || !Shape::kHints);
+    if constexpr (kFp8) this->copy_scales();
+    copy_piece(computed_once(queries(request)), 0, source);
   }
 
   // Reads the rows of q that all threads have copied, unless they stay where they are, into
@@ -98,8 +108,6 @@ class DecodeQuery : protected DecodeWork<T, E, Shape, kWholePages> {
   // element lies in [2^14, 2^15): what is 2^-31 of that or more is exact, what is less is rounded
   // to multiples of 2^-38 of it.
   __device__ __forceinline__ void scale_query() {
-    const float key_scale =
-        p.key_scale == nullptr ? 1.f : p.key_scale[control.head * p.key_scale_stride];
 #pragma unroll
     for (int nb = 0; nb < Shape::kRowBlocks; ++nb) {
       float power = 1.f;
@@ -107,7 +115,7 @@ class DecodeQuery : protected DecodeWork<T, E, Shape, kWholePages> {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const float of_row = __shfl_sync(0xffffffffu, power, (lane % 4 * 2 + c) * 4);
-        row_scale[nb][c] = launch.scale * key_scale * of_row;
+        row_scale[nb][c] = launch.scale * control.key_scale * of_row;
       }
     }
   }

@@ -52,6 +52,9 @@ struct DecodeShape {
   // Few rows leave room for a second block an SM: one of the next launch, which finds its range
   // while this one ends.
   static constexpr int kBlocksPerSm = N == 8 && D <= 128 ? 2 : 1;
+  // Hints are read before the wait for the producer by blocks that come early; batch-invariant
+  // instances with fp8 have no registers for it.
+  static constexpr bool kHints = kBlocksPerSm > 1 && !(kInvariant && kElementBytes == 1);
   static constexpr int kMostBytes = (228 * 1024 - kBlocksPerSm * 1024) / kBlocksPerSm;
   // Query rows, of the request at hand and of the next one. Fragments of many rows leave no
   // registers for the rest: they are read where the products need them.
@@ -64,8 +67,8 @@ struct DecodeShape {
   static constexpr int kMergeStride = kMergePermuted ? D : D + 4;
   static constexpr int kMergeRows = 4 * 8 * kMergeStride <= kChunkBytes ? 8 : 4;
   static_assert(4 * kMergeRows * kMergeStride <= kChunkBytes, "a state takes a chunk's place");
-  static constexpr int kSumBytes = 8 * kMergeRows * kWarps;
-  static constexpr int kControlBytes = kInvariant ? 160 : 96;
+  static constexpr int kSumBytes = 8 * N * kWarps;
+  static constexpr int kControlBytes = kInvariant ? 176 : 96;
   // Batch-invariant: where warps are, what the block has folded on the lowest level, and where
   // nodes of its first and last request lie.
   static constexpr int kTurnBytes = kInvariant ? 16 * kWarps : 0;

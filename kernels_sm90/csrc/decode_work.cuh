@@ -62,6 +62,7 @@ struct Control {
   int first_request;
   int request_tiles;
   int release_at;  // tiles left when the next launch's blocks may come
+  float key_scale, value_scale;  // of fp8 K and V
   Sharing current;
   Sharing owed;     // a request that ends inside the range and that others began: merged later
   uint64_t merged;  // barrier: the warps' states have been merged
@@ -102,8 +103,7 @@ class DecodeWork {
     const uint32_t own_ring = ring + warp * Shape::kChunkBytes;
     own_tokens = warp * Shape::kChunk;
     write_at = own_ring + Shape::Tokens::offset(row_of(0), piece_of(0));
-    // Where K and V are widened, registers are too few.
-    if constexpr (sizeof(E) > 1 || !Shape::kInvariant) write_at = computed_once(write_at);
+    write_at = computed_once(write_at);
     read_key_at = own_ring + Shape::Tokens::offset(lane % 16, lane / 16);
     read_value_at = own_ring + Shape::Tokens::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
     if constexpr (sizeof(E) > 1) {
@@ -130,6 +130,22 @@ class DecodeWork {
     return at.tile * Shape::kTile + own_tokens;
   }
 
+  // Asks for the scales of fp8 K and V as part of the next group of copies: where they are used, a
+  // load would queue behind the tokens, or be waited for at the end.
+  __device__ __forceinline__ void copy_scales() const {
+    if (threadIdx.x == 0) copy_scale(control.key_scale, p.key_scale, p.key_scale_stride);
+    if (threadIdx.x == 32) copy_scale(control.value_scale, p.value_scale, p.value_scale_stride);
+  }
+  __device__ __forceinline__ void copy_scale(float& target, const float* scales,
+                                             int64_t stride) const {
+    if (scales == nullptr) {
+      target = 1.f;
+    } else {
+      copy_word_async(static_cast<uint32_t>(__cvta_generic_to_shared(&target)),
+                      scales + control.head * stride);
+    }
+  }
+
   // Where the id of the index-th page of a request lies.
   __device__ __forceinline__ const int32_t* id_of(int request, uint32_t index) const {
     const uint64_t batch_stride = static_cast<uint32_t>(p.table_batch_stride);
@@ -148,26 +164,62 @@ class DecodeWork {
     advance<Shape>(p, [&](int request) { return lens()(request); }, at);
   }
 
-  // kHint: before the wait for the producer; what is found there may not be true.
-  template <bool kHint>
-  __device__ __forceinline__ ChunkPlace place_of(const Cursor& at) const {
+  // The place at `at`, with `read` for the page ids.
+  template <class Read>
+  __device__ __forceinline__ ChunkPlace place_by(const Cursor& at, Read&& read) const {
     const int begin = chunk_begin(at);
     ChunkPlace place;
     place.live = at.in_block > 0 ? at.kv_len - begin : 0;
 #pragma unroll
     for (int sub = 0; sub < kSubs; ++sub) {
-      const int offset = kWholePages ? sub * 16 : lane % Shape::kChunk;
+      const int offset = offset_of(sub);
       place.page[sub] = at.request;
       place.slot[sub] = begin + offset;
       if (p.page_table != nullptr) {
         const uint32_t index = launch.page(begin + offset);
         place.slot[sub] -= index * p.page_size;
-        place.page[sub] = 0;
-        const int32_t* from = id_of(at.request, index);
-        if (offset < place.live) place.page[sub] = kHint ? read_hint(from) : *from;
+        place.page[sub] = read(sub, id_of(at.request, index), offset < place.live);
       }
     }
     return place;
+  }
+
+  // Of the token whose id is the lane's `sub`-th.
+  __device__ __forceinline__ int offset_of(int sub) const {
+    return kWholePages ? sub * 16 : lane % Shape::kChunk;
+  }
+
+  __device__ __forceinline__ ChunkPlace place_of(const Cursor& at) const {
+    return place_by(at, [](int, const int32_t* from, bool live) { return live ? *from : 0; });
+  }
+
+  // A place that was read before the wait for the producer, and where to read its ids again.
+  struct Hint {
+    ChunkPlace place;
+    const char* from[kSubs];
+    bool exists;  // or its pages do not lie in the pool, and `place` is emptied
+  };
+
+  __device__ __forceinline__ Hint hint_of(const Cursor& at) const {
+    Hint hint;
+    hint.place = place_by(at, [&](int sub, const int32_t* from, bool live) {
+      hint.from[sub] = computed_once(reinterpret_cast<const char*>(from));
+      return live ? read_hint(from) : 0;
+    });
+    hint.exists = exists(hint.place);
+    if (!hint.exists) hint.place.live = 0;
+    return hint;
+  }
+
+  // What the ids of a hint with tokens are by now.
+  __device__ __forceinline__ void read_again(const Hint& hint, int (&ids)[kSubs]) const {
+#pragma unroll
+    for (int sub = 0; sub < kSubs; ++sub) {
+      ids[sub] = hint.place.page[sub];
+      if (p.page_table != nullptr && offset_of(sub) < hint.place.live) {
+        asm volatile("ld.global.s32 %0, [%1];" : "=r"(ids[sub]) : "l"(hint.from[sub]) : "memory");
+      }
+    }
   }
 
   // Begins to look up places from `at` on: the first ids are on their way when this returns.
@@ -176,7 +228,7 @@ class DecodeWork {
       ids.left = 0;
       if (at.in_block > 0) ids.next = read_ids(at.request, at.tile, at.kv_len);
     } else {
-      looked_up = place_of<false>(at);
+      looked_up = place_of(at);
     }
   }
 
@@ -189,7 +241,7 @@ class DecodeWork {
     } else {
       place = looked_up;
       if (at.in_block > 0) next_tile(at);
-      looked_up = place_of<false>(at);
+      looked_up = place_of(at);
     }
     return place;
   }
@@ -212,7 +264,7 @@ class DecodeWork {
     }
   }
 
-  // Of a place that was read as a hint: whether it lies in the pool.
+  // Whether a place lies in the pool.
   __device__ __forceinline__ bool exists(const ChunkPlace& place) const {
     bool inside = true;
 #pragma unroll
@@ -220,13 +272,6 @@ class DecodeWork {
       inside = inside && place.page[sub] >= 0 && place.page[sub] < p.num_pages;
     }
     return __all_sync(0xffffffffu, inside);
-  }
-
-  static __device__ __forceinline__ bool same_pages(const ChunkPlace& a, const ChunkPlace& b) {
-    bool same = a.live == b.live;
-#pragma unroll
-    for (int sub = 0; sub < kSubs; ++sub) same = same && a.page[sub] == b.page[sub];
-    return same;
   }
 
   // Page ids of a warp's chunks in the tiles from `first_tile` on, a lane's each.
@@ -280,10 +325,47 @@ class DecodeWork {
     commit_copies();
   }
 
-  // Fills the ring.
-  __device__ __forceinline__ void copy_first(const ChunkPlace (&places)[kAhead + 1]) const {
+  // Where K of the range's first chunk lies, for copies that shall be made at once: made before the
+  // wait for the producer, and not, as the compiler would have it, where it is used.
+  struct FirstKeys {
+    const char* tokens[kWholePages ? kSubs : 1];
+  };
+  __device__ __forceinline__ FirstKeys first_keys(const ChunkPlace& place) const {
+    FirstKeys first{};
+    if constexpr (kWholePages) {
+#pragma unroll
+      for (int sub = 0; sub < kSubs; ++sub) {
+        first.tokens[sub] =
+            computed_once(key + pieces_to(place.page[sub], place.slot[sub], launch.k_page_pieces,
+                                          launch.k_token_pieces) *
+                                    16);
+      }
+    }
+    return first;
+  }
+
+  // Fills ring slot 0.
+  __device__ __forceinline__ void copy_first_keys(const ChunkPlace& place,
+                                                  const FirstKeys& first) const {
+    if constexpr (kWholePages) {
+      if (place.live > 0) {
+#pragma unroll
+        for (int sub = 0; sub < kSubs; ++sub) {
+          copy_sixteen(0, sub, first.tokens[sub], launch.k_token_pieces, place.live - sub * 16);
+        }
+      }
+      commit_copies();
+    } else {
+      copy<kKey>(0, place);
+    }
+  }
+
+  // Fills the ring from slot `first` on.
+  __device__ __forceinline__ void copy_first(const ChunkPlace (&places)[kAhead + 1],
+                                             int first) const {
 #pragma unroll
     for (int slot = 0; slot < Shape::kSlots; ++slot) {
+      if (slot < first) continue;
       if (slot % 2 == 0) {
         copy<kKey>(slot, places[slot / 2]);
       } else {
@@ -308,10 +390,29 @@ class DecodeWork {
   }
 
   // Of the lane's i-th copy of sixteen tokens, in ring slot 0.
-  __device__ __forceinline__ uint32_t target_of(int sub, int i) const {
+  __device__ __forceinline__ uint32_t ring_place(int sub, int i) const {
     if constexpr (kRegular) return Shape::Tokens::below(write_at, sub * 16 + i * kRowsEach);
     return ring + warp * Shape::kChunkBytes +
            Shape::Tokens::offset(sub * 16 + row_of(i), piece_of(i));
+  }
+
+  // The `sub`-th sixteen tokens of a chunk, which lie in one page at `tokens`; the request has
+  // `live` of them.
+  __device__ __forceinline__ void copy_sixteen(uint32_t slot_at, int sub, const char* tokens,
+                                               uint32_t token_pieces, int live) const {
+    const int left = live - (kRegular ? row_of(0) : 0);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if constexpr (kRegular) {
+        copy_async(slot_at + ring_place(sub, i), tokens, i * kRowsEach < left ? 16 : 0, policy);
+        tokens += uint64_t{token_pieces} * (16 * kRowsEach);
+      } else {
+        if (!kEven && row_of(i) >= 16) break;
+        copy_async(slot_at + ring_place(sub, i),
+                   tokens + (row_of(i) * uint64_t{token_pieces} + piece_of(i)) * 16,
+                   row_of(i) < left ? 16 : 0, policy);
+      }
+    }
   }
 
   // Zeros for tokens that the request does not have; their addresses mean nothing. `slot_at`: of
@@ -322,21 +423,10 @@ class DecodeWork {
     if constexpr (kWholePages) {
 #pragma unroll
       for (int sub = 0; sub < kSubs; ++sub) {
-        const char* tokens =
-            source + pieces_to(place.page[sub], place.slot[sub], page_pieces, token_pieces) * 16;
-        const int left = place.live - sub * 16 - (kRegular ? row_of(0) : 0);
-#pragma unroll
-        for (int i = 0; i < kCopies; ++i) {
-          if constexpr (kRegular) {
-            copy_async(slot_at + target_of(sub, i), tokens, i * kRowsEach < left ? 16 : 0, policy);
-            tokens += uint64_t{token_pieces} * (16 * kRowsEach);
-          } else {
-            if (!kEven && row_of(i) >= 16) break;
-            copy_async(slot_at + target_of(sub, i),
-                       tokens + (row_of(i) * uint64_t{token_pieces} + piece_of(i)) * 16,
-                       row_of(i) < left ? 16 : 0, policy);
-          }
-        }
+        copy_sixteen(
+            slot_at, sub,
+            source + pieces_to(place.page[sub], place.slot[sub], page_pieces, token_pieces) * 16,
+            token_pieces, place.live - sub * 16);
       }
     } else {
       const uint64_t of_token =
@@ -346,7 +436,7 @@ class DecodeWork {
 #pragma unroll
       for (int i = 0; i < Shape::kChunk * Shape::kPieces / 32; ++i) {
         const uint64_t pieces = __shfl_sync(0xffffffffu, of_token, row_of(i)) + piece_of(i);
-        copy_async(slot_at + target_of(0, i), source + pieces * 16,
+        copy_async(slot_at + ring_place(0, i), source + pieces * 16,
                    row_of(i) < place.live ? 16 : 0, policy);
       }
     }
@@ -382,41 +472,57 @@ class DecodeWork {
                   region_items(vectors, blocks));
   }
 
-  // The state of four columns of a row, the `vector`-th of the block's: the answer, if no other
-  // block shares the request, else it goes to the block that merges it.
-  __device__ __forceinline__ void give(const Shared& shared, int vector,
-                                       const State& state) const {
-    if (shared.parts == 1) {
-      write(shared.request, vector, state);
-    } else {
-      const int part = control.block - shared.first_block;
-      const int size = 1 << shared.log2_size;
-      const int item = (part << shared.log2_size) + (vector & (size - 1));
-      region_of(shared, vector >> shared.log2_size).publish(item, state);
-    }
+  // Where a state of four columns of a row, the `vector`-th of the block's, goes, if other blocks
+  // share the request: to the block that merges it.
+  __device__ __forceinline__ Region target_of(const Shared& shared, int vector) const {
+    const int part = control.block - shared.first_block;
+    const int size = 1 << shared.log2_size;
+    const int item = (part << shared.log2_size) + (vector & (size - 1));
+    return region_of(shared, vector >> shared.log2_size).from(item);
   }
 
-  // This block's slice of the answer of a shared request. A warp takes a few vectors, its lanes
-  // the parts of each; the order of additions depends on the shape alone.
+  // Parts that a lane reads at once. More of them, where vectors are few, take longer than more
+  // lanes do.
+  static constexpr int kMostTaken = N > 8 ? 4 : 2;
+
+  // This block's slice of the answer of a shared request. A warp takes some vectors, and a lane one
+  // part of each, or more if then fewer rounds do; the order of additions depends on the shape
+  // alone.
   __device__ void merge_slice(const Shared& shared) const {
     const int vectors = control.live_rows * kVectorsPerRow;
     const int log2_size = shared.log2_size;
     const int slice = control.block - shared.first_block, size = 1 << log2_size;
     const int begin = slice << log2_size;
     const Region region = region_of(shared, slice);
-    int groups = 32;
-    while (groups > shared.parts && 32 / groups < size) groups /= 2;
-    const int columns = 32 / groups;
+    int lanes = 32;
+    while (lanes > shared.parts && 32 / lanes < size) lanes /= 2;
+    while (kMostTaken > 2 && Shape::kWarps * (32 / lanes) < size &&
+           lanes / 2 * kMostTaken >= shared.parts) {
+      lanes /= 2;
+    }
+    const int columns = 32 / lanes;
     for (int round = warp * columns; round < size; round += Shape::kWarps * columns) {
       const int column = round + lane % columns, vector = begin + column;
+      const bool live = column < size && vector < vectors;
+      const Answer answer = answer_at(shared.request, live ? vector : 0);
       State state = empty_state();
-      for (int start = 0; start < shared.parts; start += 2 * groups) {
-        const int part = start + lane / columns, other = part + groups;
-        const int count = vector >= vectors ? 0 : (part < shared.parts) + (other < shared.parts);
-        region.take(state, count, (part << log2_size) + column, (other << log2_size) + column);
+      for (int start = 0; start < shared.parts; start += kMostTaken * lanes) {
+        int items[kMostTaken], count = 0;
+#pragma unroll
+        for (int i = 0; i < kMostTaken; ++i) {
+          const int part = start + i * lanes + lane / columns;
+          items[i] = (part << log2_size) + column;
+          count += live && part < shared.parts;
+        }
+        State states[kMostTaken];
+        region.take(count, items, states);
+#pragma unroll
+        for (int i = 0; i < kMostTaken; ++i) {
+          if (i < count) add(state, states[i]);
+        }
       }
       add_across_lanes(state, columns);
-      if (lane < columns && vector < vectors) write(shared.request, vector, state);
+      if (lane < columns && live) write(answer, state);
     }
   }
 
@@ -427,34 +533,47 @@ class DecodeWork {
     return (state.top + power) * kLn2;
   }
 
-  // Four elements of one row's answer; the thread of column 0 writes the lse.
-  __device__ __forceinline__ void write(int request, int vector, State state) const {
+  // Where four elements of a row's answer go, and what they still need.
+  struct Answer {
+    T* out;
+    float* lse;   // null: somebody else's, or not wanted
+    float sink;   // in powers of two
+  };
+
+  __device__ __forceinline__ Answer answer_at(int request, int vector) const {
     const int row = control.row_start + vector / kVectorsPerRow;
-    const int column = vector % kVectorsPerRow * 4, head = control.head;
+    const int column = vector % kVectorsPerRow * 4;
     const int token = launch.group(row);
-    const int q_head = head * p.group + row - token * p.group;
+    const int q_head = control.head * p.group + row - token * p.group;
     const int64_t place = static_cast<int64_t>(request) * p.qo_len + token;
+    Answer answer;
+    answer.out = static_cast<T*>(p.out) + place * p.out_token_stride +
+                 static_cast<int64_t>(q_head) * p.out_head_stride + column;
+    answer.lse = p.lse == nullptr || column > 0
+                     ? nullptr
+                     : p.lse + place * p.lse_token_stride + q_head * p.lse_head_stride;
+    answer.sink = p.attn_sink == nullptr ? -INFINITY : __fmul_rn(p.attn_sink[q_head], kLog2E);
+    return answer;
+  }
+
+  // Four elements of one row's answer.
+  __device__ __forceinline__ void write(const Answer& answer, State state) const {
     const bool empty = state.sum == 0.f;
     if (p.attn_sink != nullptr && !empty) {
-      const float4 nothing = make_float4(0.f, 0.f, 0.f, 0.f);
+      const State sink{make_float4(0.f, 0.f, 0.f, 0.f), answer.sink, 1.f};
       if constexpr (Shape::kInvariant) {
-        state = add_rounded(state, State{nothing, __fmul_rn(p.attn_sink[q_head], kLog2E), 1.f});
+        state = add_rounded(state, sink);
       } else {
-        add(state, State{nothing, p.attn_sink[q_head] * kLog2E, 1.f});
+        add(state, sink);
       }
     }
     float inverse = empty ? 0.f : __fdividef(1.f, state.sum);
-    if (p.value_scale != nullptr) inverse *= p.value_scale[head * p.value_scale_stride];
+    if constexpr (sizeof(E) == 1) inverse *= control.value_scale;
     uint2 words;
     words.x = empty ? 0u : Half<T>::pack(state.out.x * inverse, state.out.y * inverse);
     words.y = empty ? 0u : Half<T>::pack(state.out.z * inverse, state.out.w * inverse);
-    T* target = static_cast<T*>(p.out) + place * p.out_token_stride +
-                static_cast<int64_t>(q_head) * p.out_head_stride + column;
-    *reinterpret_cast<uint2*>(target) = words;
-    if (p.lse != nullptr && column == 0) {
-      p.lse[place * p.lse_token_stride + q_head * p.lse_head_stride] =
-          empty ? -INFINITY : log_of(state);
-    }
+    *reinterpret_cast<uint2*>(answer.out) = words;
+    if (answer.lse != nullptr) *answer.lse = empty ? -INFINITY : log_of(state);
   }
 
   const DecodeLaunch& launch;

@@ -14,7 +14,7 @@ import torch
 from stream_attention.core.testing.checks import capture, launch, wait_for_device
 from stream_attention.core.testing.golden import golden
 from stream_attention.core.testing.native_library import require
-from stream_attention.core.testing.problems import Case, build
+from stream_attention.core.testing.problems import FP8, Case, build
 from stream_attention.kernels_sm90 import decode
 from stream_attention.kernels_sm90.library import LIBRARY
 
@@ -23,6 +23,8 @@ RECORD = decode.RECORD
 LEAST = 128  # the least int32 above 0 whose lower half is a normal bf16
 HUGE = 1 << 30
 
+WITH_FP8 = {"kv_dtype": FP8, "kv_scales": "head"}
+
 # By what is written: the consumer. `many` has more requests than a warp has lanes.
 LENGTHS = {
     "one": Case(qo_lens=(1,), kv_lens=(6000,), num_qo_heads=16),
@@ -30,6 +32,9 @@ LENGTHS = {
         qo_lens=(5,) * 7, kv_lens=(1200,) * 7, num_qo_heads=8, call="block", head_dim_qk=128
     ),
     "many": Case(qo_lens=(1,) * 200, kv_lens=(300,) * 200, num_qo_heads=8),
+    "fp8": Case(
+        qo_lens=(1,) * 5, kv_lens=(2000,) * 5, num_qo_heads=16, head_dim_qk=128, **WITH_FP8
+    ),
     "too_many": Case(qo_lens=(1,) * 300, kv_lens=(200,) * 300, num_qo_heads=8),
     "contiguous": Case(
         qo_lens=(1,) * 40, kv_lens=(600,) * 40, cache_kind="contiguous", num_kv_heads=1
@@ -39,6 +44,9 @@ TABLES = {
     "one": Case(qo_lens=(1,), kv_lens=(4000,), num_qo_heads=16),
     "some": Case(qo_lens=(1,) * 20, kv_lens=(400,) * 20, head_dim_qk=128),
     "many": Case(qo_lens=(1,) * 50, kv_lens=(160,) * 50, num_qo_heads=8),
+    "fp8": Case(
+        qo_lens=(1,) * 3, kv_lens=(1600,) * 3, num_qo_heads=16, head_dim_qk=128, **WITH_FP8
+    ),
     "small_pages": Case(qo_lens=(4,) * 3, kv_lens=(300,) * 3, page_size=3, call="block"),
 }
 PRODUCERS = {"one_tile": 1, "long": 8192}
@@ -49,6 +57,12 @@ def library():
     require(LIBRARY)
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+
+
+def _behind_poison(pool):
+    """The pool behind LEAST more pages that are as its first one, which is never used."""
+    raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool
+    return torch.cat([raw[:1].expand(LEAST, *raw.shape[1:]), raw]).view(pool.dtype)
 
 
 class Producer:
@@ -85,11 +99,7 @@ class Chain:
         built = build(case, 1, DEVICE)
         cache = built.cache
         if what == "page_table":  # no id is below LEAST
-            pools = (
-                torch.cat([torch.full_like(t[:1], torch.nan).expand(LEAST, *t.shape[1:]), t])
-                for t in (cache.key, cache.value)
-            )
-            key, value = pools
+            key, value = (_behind_poison(t) for t in (cache.key, cache.value))
             cache = dataclasses.replace(
                 cache, key=key, value=value, page_table=cache.page_table + LEAST
             )
