@@ -75,6 +75,33 @@ def test_a_pickled_engine_keeps_its_identity():
     assert torch.equal(loaded.plan(q, k, k).run()[0], engine.plan(q, k, k).run()[0])
 
 
+class NamedEngine(StreamAttnEngine):
+    """One with arguments and attributes of its own, one of them in a slot."""
+
+    __slots__ = ("__secret", "unset")
+
+    def __init__(self, title, *, limit):
+        super().__init__(model_id=title, layer_id=limit)
+        self.limits = [limit]
+        self.__secret = title
+
+    def shown(self):
+        return self.identity, self.limits, self.__secret, hasattr(self, "unset")
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickled_engine_of_a_subclass_keeps_what_it_adds(protocol):
+    engine = NamedEngine("m", limit=3)
+    q, k = torch.randn(2, 4, 16), torch.randn(2, 8, 2, 16)
+    want, _ = engine.plan(q, k, k).run()
+    loaded = pickle.loads(pickle.dumps(engine, protocol=protocol))
+    assert type(loaded) is NamedEngine
+    assert loaded.shown() == engine.shown()
+    assert loaded.registry is engine.registry
+    assert loaded._rankings is not engine._rankings
+    assert torch.equal(loaded.plan(q, k, k).run()[0], want)
+
+
 def test_an_engine_with_a_registry_of_its_own_is_not_pickled():
     engine = StreamAttnEngine(registry=registry_of(FakeRoute()))
     with pytest.raises(TypeError, match="StreamAttnEngine: cannot be pickled with a registry"):

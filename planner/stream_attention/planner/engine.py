@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -65,15 +66,34 @@ class StreamAttnEngine:
         """The engine itself, as in `__copy__`."""
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, an engine is its identity; the process that loads it has a registry."""
+    def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Pickled, an engine is its identity and whatever a subclass adds; nothing is planned yet.
+
+        It is loaded without `__init__`, whose arguments a subclass may change.
+        """
         if self.registry is not default_registry():
             raise TypeError(
                 "StreamAttnEngine: cannot be pickled with a registry of its own, which holds "
                 "functions; make another where it shall be used: StreamAttnEngine(registry=...)"
             )
-        who = self.identity
-        return type(self), (who.policy_name, who.model_id, who.layer_id)
+        own = ("registry", "_rankings")
+        fields = {name: value for name, value in vars(self).items() if name not in own}
+        members = (item for cls in type(self).__mro__ for item in vars(cls).items())
+        slots = {
+            name: getattr(self, name)
+            for name, member in members
+            if isinstance(member, MemberDescriptorType) and hasattr(self, name)
+        }
+        return fields, slots
+
+    def __setstate__(self, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        """The process that loads an engine has a registry, and ranks for itself."""
+        fields, slots = state
+        vars(self).update(fields)
+        for name, value in slots.items():
+            object.__setattr__(self, name, value)
+        self.registry = default_registry()
+        self._rankings = Rankings()
 
     def plan(
         self,

@@ -31,6 +31,7 @@ from stream_attention.planner.traced_checks import (
     check_gradients,
     check_identity,
     check_kinds,
+    settled,
 )
 
 
@@ -58,8 +59,8 @@ def call_traced(
 ) -> tuple[torch.Tensor, torch.Tensor | None, AttentionInfo | None]:
     """One operator call in a traced function; `info` is decided from metadata while tracing.
 
-    With `return_info` the traced function is specialized on shapes (the route depends on them);
-    without, sizes may stay symbolic.
+    With `return_info` the traced function is specialized on shapes and numbers (the route depends
+    on them); without, sizes and ints may stay symbolic.
     """
     if not torch.compiler.is_compiling():
         canonical_mode(mode)
@@ -107,6 +108,11 @@ def call_traced(
         scale_values.append(scale if not is_tensor else None)
     info = None
     if return_info:
+        names = (names[0], names[1], settled(names[2]))
+        scale_values = [settled(scale) for scale in scale_values]
+        max_qo_len, sm_scale = settled(max_qo_len), settled(sm_scale)
+        window_left, window_right = settled(window_left), settled(window_right)
+        logits_soft_cap = settled(logits_soft_cap)
         info = _traced_info(
             tuple(None if t is None else (sizes_of(t), t.dtype, strides_of(t)) for t in tensors),
             tuple(None if t is None else sizes_of(t) for t in scale_tensors),

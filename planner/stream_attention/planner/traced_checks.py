@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from stream_attention.core.cache import KVCache, PagedKVCache
 from stream_attention.core.call_checks import check_grad
@@ -94,3 +95,13 @@ def check_identity(faults: Faults, out: Any, lse: Any, read: dict[str, Any]) -> 
 def bounded(window: int | None) -> int | None:
     """A window that 64 bits hold: one of `MAX_WINDOW` sees everything, as a larger one does."""
     return window if window is None else min(window, MAX_WINDOW)
+
+
+def settled(value: Any) -> Any:
+    """A checked number as the plain one that it is in this call, with a guard on a symbolic one.
+
+    What is decided while tracing is decided for one value, and is traced again for another. A guard
+    on a float takes torch's own function: `float` leaves it symbolic. A member of an enum or of
+    another subclass is a constant as it is, and torch would not have it.
+    """
+    return guard_scalar(value) if type(value) in (int, float) else value

@@ -1,8 +1,8 @@
 """`prefill` and `train` inside a function that `torch.compile` traces.
 
-What the planner decides from metadata is decided while tracing, on meta tensors of the same shapes,
-and is a constant of the graph; the chosen route's own tensor code is traced into the graph. A call
-at fault raises while it is traced, inside the compiler's own error.
+What the planner decides from metadata is decided while tracing, on meta tensors of the same shapes
+and for the numbers given, and is a constant of the graph; the chosen route's own tensor code is
+traced into the graph. A call at fault raises while it is traced, inside the compiler's own error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stream_attention.planner.differentiable import forms_of, prefill_problem, t
 from stream_attention.planner.dispatch import Ranking, rank, slower, unsupported, why_chosen
 from stream_attention.planner.modes import PolicyIdentity, decide
 from stream_attention.planner.traced import call_traced, sizes_of
-from stream_attention.planner.traced_checks import check_kinds
+from stream_attention.planner.traced_checks import check_kinds, settled
 
 Names = tuple[str | None, str | None, int | None]
 Traced = tuple[torch.Tensor, torch.Tensor | None, AttentionInfo]
@@ -47,6 +47,7 @@ def prefill_traced(
 ) -> Traced:
     """A prefill call in a graph: one operator, or the tensor code of a route that is applied."""
     _check((q, k, v), {"attn_mask": attn_mask, "out": out}, {}, mode, names, flags, options)
+    names, options = _settled(names, options)
     spec = _spec("prefill", q, k, v, attn_mask, 0.0, mode, names, out, options)
 
     def write() -> Any:
@@ -84,6 +85,8 @@ def train_traced(
     """A train call in a graph: the tensor code of a differentiable route."""
     numbers = {"dropout_p": dropout_p}
     _check((q, k, v), {"attn_mask": attn_mask}, numbers, mode, names, flags, options)
+    dropout_p = settled(dropout_p)
+    names, options = _settled(names, options)
     spec = _spec("train", q, k, v, attn_mask, dropout_p, mode, names, None, options)
     return _served(spec, q, k, v, attn_mask, generator, options)
 
@@ -116,6 +119,14 @@ def _check(
         names={"policy_name": names[0], "model_id": names[1]},
     )
     faults.raise_if_any("attention")
+
+
+def _settled(names: Names, options: dict[str, Any]) -> tuple[Names, dict[str, Any]]:
+    """The numbers among them as plain ones: the decision is a constant for each of them."""
+    numbers = ("sm_scale", "logits_soft_cap", "window_left", "window_right")
+    return (names[0], names[1], settled(names[2])), {
+        name: settled(value) if name in numbers else value for name, value in options.items()
+    }
 
 
 def _served(
