@@ -62,16 +62,9 @@ def call_traced(
     With `return_info` the traced function is specialized on shapes and numbers (the route depends
     on them); without, sizes and ints may stay symbolic.
     """
-    if not torch.compiler.is_compiling():
-        canonical_mode(mode)
-        PolicyIdentity(*names)
-    faults = Faults()
-    outputs = {"out": out, "lse": lse}
-    check_cache_kinds(faults, cache, v_cache)
-    check_kinds(
-        faults,
-        tensors={"qo_indptr": qo_indptr, "attn_sink": attn_sink, **outputs},
-        numbers={"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, **_scales(cache)},
+    _check_call(
+        (q, cache, v_cache, qo_indptr, attn_sink, out, lse),
+        numbers={"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap},
         counts={
             "max_qo_len": max_qo_len,
             "window_left": window_left,
@@ -86,16 +79,8 @@ def call_traced(
             "return_info": return_info,
         },
         mode=mode,
-        names={"policy_name": names[0], "model_id": names[1]},
+        names=names,
     )
-    if not isinstance(q, torch.Tensor):
-        faults.add("q", type(q).__name__, "must be a torch.Tensor")
-    if lse is not None and return_lse is not True:
-        faults.add("return_lse", return_lse, "lse is given", "return_lse=True")
-    read = {"q": q, "attn_sink": attn_sink, **_pools(cache, v_cache)}
-    check_gradients(faults, {**read, **outputs})
-    check_identity(faults, out, lse, {**read, "qo_indptr": qo_indptr})
-    faults.raise_if_any("attention")
     window_left, window_right = bounded(window_left), bounded(window_right)
     if isinstance(cache, torch.Tensor):
         cache = ContiguousKVCache(key=cache, value=v_cache)
@@ -143,6 +128,42 @@ def call_traced(
         out, lse, *tensors, *scale_tensors, *common, batch_invariant, validate, mode, *names
     )
     return out, lse, info
+
+
+def _check_call(
+    arguments: tuple[Any, ...],
+    *,
+    numbers: dict[str, Any],
+    counts: dict[str, Any],
+    flags: dict[str, Any],
+    mode: str,
+    names: tuple[str | None, str | None, int | None],
+) -> None:
+    """Raise `ValueError` with every fault of a traced call's arguments that needs no shapes."""
+    q, cache, v_cache, qo_indptr, attn_sink, out, lse = arguments
+    if not torch.compiler.is_compiling():
+        canonical_mode(mode)
+        PolicyIdentity(*names)
+    faults = Faults()
+    outputs = {"out": out, "lse": lse}
+    check_cache_kinds(faults, cache, v_cache)
+    check_kinds(
+        faults,
+        tensors={"qo_indptr": qo_indptr, "attn_sink": attn_sink, **outputs},
+        numbers={**numbers, **_scales(cache)},
+        counts=counts,
+        flags=flags,
+        mode=mode,
+        names={"policy_name": names[0], "model_id": names[1]},
+    )
+    if not isinstance(q, torch.Tensor):
+        faults.add("q", type(q).__name__, "must be a torch.Tensor")
+    if lse is not None and flags["return_lse"] is not True:
+        faults.add("return_lse", flags["return_lse"], "lse is given", "return_lse=True")
+    read = {"q": q, "attn_sink": attn_sink, **_pools(cache, v_cache)}
+    check_gradients(faults, {**read, **outputs})
+    check_identity(faults, out, lse, {**read, "qo_indptr": qo_indptr})
+    faults.raise_if_any("attention")
 
 
 def _scales(cache: Any) -> dict[str, Any]:
