@@ -86,11 +86,9 @@ def call_traced(
         cache = ContiguousKVCache(key=cache, value=v_cache)
     table = cache.page_table if isinstance(cache, PagedKVCache) else None
     tensors = (q, cache.key, cache.value, table, cache.sequence_lengths)
-    scale_tensors, scale_values = [], []
-    for scale in (cache.key_scale, cache.value_scale):
-        is_tensor = isinstance(scale, torch.Tensor)
-        scale_tensors.append(scale if is_tensor else None)
-        scale_values.append(scale if not is_tensor else None)
+    scales = (cache.key_scale, cache.value_scale)
+    scale_tensors = [scale if isinstance(scale, torch.Tensor) else None for scale in scales]
+    scale_values = [None if isinstance(scale, torch.Tensor) else scale for scale in scales]
     info = None
     if return_info:
         names = (names[0], names[1], settled(names[2]))
@@ -115,19 +113,31 @@ def call_traced(
         )
     common = (qo_indptr, attn_sink, cache.layout, *scale_values, max_qo_len, sm_scale, causal,
               window_left, window_right, logits_soft_cap)  # fmt: skip
+    flags = (batch_invariant, validate, mode, *names)
+    return *_run((*tensors, *scale_tensors), common, flags, return_lse, out, lse), info
+
+
+def _run(
+    tensors: tuple[torch.Tensor | None, ...],
+    common: tuple[Any, ...],
+    flags: tuple[Any, ...],
+    return_lse: bool,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The operator that makes its outputs, or the one that writes the caller's."""
     if out is None and lse is None:
-        out, got = attention_op(
-            *tensors, *scale_tensors, *common, return_lse, batch_invariant, validate, mode, *names
-        )
-        return out, (got if return_lse else None), info
+        out, got = attention_op(*tensors, *common, return_lse, *flags)
+        return out, (got if return_lse else None)
+    q, value = tensors[0], tensors[2]
+    assert q is not None
+    assert value is not None
     if out is None:
-        out = q.new_empty((*q.shape[:-1], cache.value.shape[-1]))
+        out = q.new_empty((*q.shape[:-1], value.shape[-1]))
     if lse is None and return_lse:
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    attention_out_op(
-        out, lse, *tensors, *scale_tensors, *common, batch_invariant, validate, mode, *names
-    )
-    return out, lse, info
+    attention_out_op(out, lse, *tensors, *common, *flags)
+    return out, lse
 
 
 def _check_call(
