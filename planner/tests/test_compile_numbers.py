@@ -177,6 +177,8 @@ class Subclass(torch.Tensor):
 )
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_number_of_a_subclass_is_a_constant(function, options):
+    if "sm_scale" in options and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 takes no float of a class of its own into a graph")
     q, k = inputs()
     want = function(q, k, **options)
     same(compiled(lambda q, k: function(q, k, **options))(q, k), want)
