@@ -106,17 +106,19 @@ def check_built(route: AttentionRecord | Runner, built: BuiltCase) -> None:
     The inputs must be as they were afterwards, bit for bit.
     """
     before = _bits(built)
-    want = golden(built.q, built.cache, built.qo_indptr, **built.options)
+    answers = []
     for run in _runners(route, built):
-        out, lse = run(built)
+        answers.append(run(built))
+        for (name, old), (_, new) in zip(before, _bits(built), strict=True):
+            if not torch.equal(old, new):
+                raise AssertionError(f"{built.case!r}: the route changed {name}")
+    want = golden(built.q, built.cache, built.qo_indptr, **built.options)
+    for out, lse in answers:
         want.check(out, lse, label=f"{built.case!r}: ")
         if tuple(out.shape) != tuple(want.out.shape):
             raise AssertionError(
                 f"{built.case!r}: out.shape {tuple(out.shape)}, want {tuple(want.out.shape)}"
             )
-    for (name, old), (_, new) in zip(before, _bits(built), strict=True):
-        if not torch.equal(old, new):
-            raise AssertionError(f"{built.case!r}: the route changed {name}")
 
 
 def check_route(
