@@ -249,6 +249,8 @@ class ContiguousKVCache(_Checked):
 
 
 KVCache = PagedKVCache | ContiguousKVCache
+CACHE_CLASSES = (PagedKVCache, ContiguousKVCache)
+"""For `isinstance`: torch 2.10 traces none of a union."""
 
 
 def _token_major(pool: torch.Tensor, layout: str) -> torch.Tensor:

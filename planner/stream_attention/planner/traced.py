@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stream_attention.core.backend_plan import Rejection
-from stream_attention.core.cache import ContiguousKVCache, KVCache, PagedKVCache
+from stream_attention.core.cache import CACHE_CLASSES, ContiguousKVCache, KVCache, PagedKVCache
 from stream_attention.core.describe import describe, phase_of
 from stream_attention.core.device import DeviceFacts, device_facts
 from stream_attention.core.errors import Faults, UnsupportedProblem
@@ -178,14 +178,14 @@ def _check_call(
 
 def _scales(cache: Any) -> dict[str, Any]:
     """The scales of a cache that are no tensors."""
-    if not isinstance(cache, KVCache):
+    if not isinstance(cache, CACHE_CLASSES):
         return {}
     scales = {"key_scale": cache.key_scale, "value_scale": cache.value_scale}
     return {n: scale for n, scale in scales.items() if not isinstance(scale, torch.Tensor)}
 
 
 def _pools(cache: Any, v_cache: Any) -> dict[str, Any]:
-    if isinstance(cache, KVCache):
+    if isinstance(cache, CACHE_CLASSES):
         return {"key": cache.key, "value": cache.value}
     return {"key": cache, "value": v_cache}
 

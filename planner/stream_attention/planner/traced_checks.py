@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from stream_attention.core.cache import KVCache, PagedKVCache
+from stream_attention.core.cache import CACHE_CLASSES, PagedKVCache
 from stream_attention.core.call_checks import check_grad
 from stream_attention.core.errors import Faults
 from stream_attention.core.problem import MAX_WINDOW
@@ -60,7 +60,7 @@ def check_kinds(
 
 def check_cache_kinds(faults: Faults, cache: Any, v_cache: Any) -> None:
     """A cache object whole, or a key tensor beside a value tensor."""
-    if isinstance(cache, KVCache):
+    if isinstance(cache, CACHE_CLASSES):
         if v_cache is not None:
             faults.add("v_cache", type(v_cache).__name__, "a cache object brings its own", "None")
         pools = {"key": cache.key, "value": cache.value}
