@@ -22,7 +22,15 @@ from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord
 from stream_attention.core.routes import triton_config, triton_route
 from stream_attention.core.testing import contract
-from stream_attention.core.testing.checks import H200, bind, check_route, find_record, launch
+from stream_attention.core.testing.checks import (
+    H200,
+    bind,
+    check_built,
+    check_route,
+    find_record,
+    launch,
+)
+from stream_attention.core.testing.far import FAR
 from stream_attention.core.testing.hostile import SMALL
 from stream_attention.core.testing.problems import Case, build, random_case
 
@@ -219,3 +227,8 @@ def test_what_a_window_hides_is_not_estimated():
         short = dataclasses.replace(whole, kv_capacity=shown)
         assert estimate(window, H200) == estimate(short, H200) <= estimate(whole, H200)
     assert estimate(dataclasses.replace(whole, window_left=99), H200) < estimate(whole, H200)
+
+
+@pytest.mark.parametrize("name", sorted(FAR))
+def test_offsets_that_32_bits_do_not_hold(name):
+    check_built(find_record("triton", triton_route.register), FAR[name]("cpu"))

@@ -84,7 +84,7 @@ def _attend_tiles(
                 pages = tl.load(table_ptr + tokens // PAGE, mask=in_range, other=0).to(tl.int64)
             else:
                 pages = tl.load(table_ptr + tokens // PAGE).to(tl.int64)
-            slots = tokens % PAGE
+            slots = (tokens % PAGE).to(tl.int64)
             k_rows = pages * k_page_stride + slots * k_token_stride
             v_rows = pages * v_page_stride + slots * v_token_stride
         else:
@@ -142,7 +142,7 @@ def schedule_splits(
     the work into waves, which evens out ragged lengths; sizes above it avoid a last wave that is
     mostly empty. The cost of a size is its waves times (tiles a split + 4 for starting one).
     """
-    head = tl.program_id(0)
+    head = tl.program_id(0).to(tl.int64)
     total = tl.zeros((), dtype=tl.int64)
     for start in range(0, batch, BLOCK_B):
         tiles, units = _request_size(
@@ -332,7 +332,7 @@ def attention_split(
     splits + split` (`part_out_ptr`, `part_lse_ptr`; `None` elsewhere).
     """
     item = tl.program_id(0) // num_kv_heads
-    head = tl.program_id(0) % num_kv_heads
+    head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     split = tl.program_id(1)
     if SCHEDULE == "scan":
         request, unit = _find_item(item, head, batch, ends_ptr, BLOCK_B)
@@ -439,8 +439,8 @@ def attention_split(
     else:
         score_scale = score_scale * LOG2E
 
-    k_base = k_ptr + head.to(tl.int64) * k_head_stride
-    v_base = v_ptr + head.to(tl.int64) * v_head_stride
+    k_base = k_ptr + head * k_head_stride
+    v_base = v_ptr + head * v_head_stride
     table = table_ptr
     if PAGED:
         table = table_ptr + request.to(tl.int64) * table_stride_b + head * table_stride_h

@@ -72,7 +72,8 @@ def merge_splits(
     row = tl.program_id(0)
     _merge_row(
         out_parts_ptr + row.to(tl.int64) * out_row_stride, lse_parts_ptr + row, splits,
-        out_split_stride, lse_split_stride, row % num_heads, (row // num_heads).to(tl.int64),
+        out_split_stride, lse_split_stride,
+        (row % num_heads).to(tl.int64), (row // num_heads).to(tl.int64),
         sink_ptr, out_ptr, lse_ptr, head_dim,
         out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
         BLOCK_S, BLOCK_VO, HAS_SINK, STORE_LSE,
@@ -101,7 +102,7 @@ def merge_slots(
     """
     row = tl.program_id(0) % merge_rows
     unit = tl.program_id(0) // merge_rows
-    head = unit % num_kv_heads
+    head = (unit % num_kv_heads).to(tl.int64)
     request = unit // num_kv_heads
     q_start, qo_len, kv_len = request_lengths(
         request, head, uniform_qo_len, capacity, kv_lens_ptr, lens_stride_b, lens_stride_h,

@@ -18,6 +18,7 @@ import torch
 from stream_attention.core.cache import ContiguousKVCache, PagedKVCache
 from stream_attention.core.registry import AttentionRecord
 from stream_attention.core.testing.checks import check_built, check_route, launch, runner_of
+from stream_attention.core.testing.far import FAR
 from stream_attention.core.testing.golden import golden
 from stream_attention.core.testing.problems import BuiltCase, Case, build
 
@@ -128,51 +129,9 @@ def wide_offsets(record: AttentionRecord, device: Any = "cpu") -> None:
     """Line 8: page ids above 2^20, pools above 2^31 elements, 65,537 requests, a layer axis."""
     for layout in ("NHD", "HND"):
         check_route(record, Case(pool="layer_axis", layout=layout, **_RAGGED), device)
-    check_built(record, _far_pages(device))
-    check_built(record, _far_elements(device))
+    for make in FAR.values():
+        check_built(record, make(device))
     _late_queries(record, device)
-
-
-def _single_case(dim: int) -> dict[str, Any]:
-    return {"qo_lens": (1,), "kv_lens": (5,), "num_kv_heads": 1, "head_dim_qk": dim}
-
-
-def _one_request(
-    pools: tuple[torch.Tensor, torch.Tensor], pages: list[int], size: int, device: Any
-) -> BuiltCase:
-    """One query over `pages` of two pools; only those pages are written."""
-    rng = torch.Generator().manual_seed(0)
-    dim = pools[0].shape[-1]
-    for pool in pools:
-        for page in pages:
-            values = torch.randn(*pool.shape[1:], generator=rng)
-            pool[page] = values.to(pool.dtype).to(device)
-    case = Case(name="wide offsets", **{**_single_case(dim), "page_size": size})
-    cache = PagedKVCache(
-        key=pools[0],
-        value=pools[1],
-        page_table=torch.tensor([pages], dtype=torch.int32, device=device),
-        sequence_lengths=torch.tensor([len(pages) * size], dtype=torch.int32, device=device),
-    )
-    q = torch.randn(1, case.num_qo_heads, dim, generator=rng).to(pools[0].dtype).to(device)
-    options = {"sm_scale": None, "causal": True, "window_left": None, "window_right": None}
-    options |= {"logits_soft_cap": None, "attn_sink": None}
-    return BuiltCase(case, q, cache, None, options)
-
-
-def _far_pages(device: Any) -> BuiltCase:
-    count = (1 << 20) + 9
-    pools = tuple(torch.zeros(count, 1, 1, 8, dtype=torch.bfloat16, device=device) for _ in "kv")
-    return _one_request((pools[0], pools[1]), [count - 1, 3, 1 << 20, count - 2], 1, device)
-
-
-def _far_elements(device: Any) -> BuiltCase:
-    """Pages 2^27 elements apart: the last one starts beyond element 2^31. Only they are touched."""
-    stride, count, dim = 1 << 27, 18, 64
-    storage = torch.empty((count - 1) * stride + 8 * dim, dtype=torch.bfloat16, device=device)
-    pool = storage.as_strided((count, 4, 1, dim), (stride, dim, dim, 1))
-    value = storage.as_strided((count, 4, 1, dim), (stride, dim, dim, 1), 4 * dim)
-    return _one_request((pool, value), [17, 0, 16, 15], 4, device)
 
 
 def many_requests(record: AttentionRecord, device: Any = "cpu") -> None:
@@ -199,7 +158,7 @@ def _one_token_each(
     rng = torch.Generator().manual_seed(0)
     key, value = (torch.randn(batch, 1, 1, dim, generator=rng).to(device) for _ in "kv")
     q = torch.randn(batch, 1, dim, generator=rng).to(device)
-    case = Case(name="65,537 requests", **{**_single_case(dim), "num_qo_heads": 1})
+    case = Case(name="65,537 requests", num_qo_heads=1, num_kv_heads=1, head_dim_qk=dim)
     pages = torch.arange(batch, dtype=torch.int32, device=device).flip(0)
     cache = PagedKVCache(
         key=key,
