@@ -30,6 +30,7 @@ TOKENS, PROGRAMS = 64, 8
 LENGTHS = ((60, 70), (200, 300))
 SMALL_FORMS = {name: FORMS[name] for name in ("decode", "verify")}
 SMALL_FORMS["packed"] = {"qo_lens": (2, 5), "call": "ragged"}
+SMALL_FORMS["packed_equal"] = FORMS["packed_equal"]
 SMALL_FORMS["packed_long"] = {"qo_lens": (12, 1), "call": "ragged"}
 
 

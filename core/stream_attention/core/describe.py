@@ -191,8 +191,7 @@ def _as_cache(faults: Faults, cache: Any, v_cache: Any) -> KVCache | None:
                 "None",
             )
         found = cache.faults()
-        for fault in found:
-            faults.add(fault.parameter, fault.value, fault.rule, fault.nearest)
+        faults.extend(found)
         return None if found else cache
     pair = SimpleNamespace(key=cache, value=v_cache, layout="NHD")
     if not isinstance(cache, torch.Tensor):

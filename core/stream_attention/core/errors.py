@@ -51,6 +51,10 @@ class Faults:
             self.add(parameter, value, rule, nearest)
         return bool(holds)
 
+    def extend(self, others: Faults) -> None:
+        """Take over the faults that `others` collected."""
+        self._faults.extend(others._faults)
+
     def __bool__(self) -> bool:
         return bool(self._faults)
 

@@ -139,8 +139,7 @@ def _check_cache(faults: Faults, cache: Any, v: Any) -> Any:
         faults.add("v", type(v).__name__, "goes with k as a tensor, not with a cache", "None")
     if isinstance(cache, (PagedKVCache, ContiguousKVCache)):
         found = cache.faults()
-        for fault in found:
-            faults.add(fault.parameter, fault.value, fault.rule, fault.nearest)
+        faults.extend(found)
         return None if found else cache
     pair = isinstance(cache, (tuple, list)) and len(cache) == 2
     pair = pair and all(_is_dense(x) and x.dim() == 4 for x in cache)

@@ -34,6 +34,13 @@ from stream_attention.core.tile_plan import AttentionTilePlan
 ROUTE = "triton"
 
 
+def _answer_strides(bound: BoundTensors) -> tuple[int, int, int, int]:
+    """Of token and head: those of out, then those of lse."""
+    lse = bound.lse
+    own = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
+    return (bound.out.stride(0), bound.out.stride(1), *own)
+
+
 class TritonLaunch(NotCopied):
     """A built plan of the Triton route. See `stream_attention.core.launch.Launch`."""
 
@@ -250,49 +257,44 @@ class TritonLaunch(NotCopied):
             return (), {}
         if self._fixed:
             return self._slot_arguments(bound)
-        problem, config, lse = self._problem, self.config, bound.lse
+        problem, lse = self._problem, bound.lse
         args = (
             self._scratch_out, self._scratch_lse, bound.attn_sink, bound.out, lse,
-            config.max_splits, problem.num_qo_heads, problem.head_dim_vo,
+            self.config.max_splits, problem.num_qo_heads, problem.head_dim_vo,
             self._scratch_out.stride(0), problem.head_dim_vo, self._scratch_lse.stride(0),
-            bound.out.stride(0), bound.out.stride(1),
-            0 if lse is None else lse.stride(0), 0 if lse is None else lse.stride(1),
+            *_answer_strides(bound),
         )  # fmt: skip
-        meta = {
-            "BLOCK_S": 16,
-            "BLOCK_VO": config.block_vo,
-            "HAS_SINK": bound.attn_sink is not None,
-            "STORE_LSE": lse is not None,
-            "num_warps": 4,
-        }
-        return args, meta
+        return args, self._merge_meta(bound)
 
     def _slot_arguments(self, bound: BoundTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        problem, config, lens, lse = self._problem, self.config, bound.kv.kv_lens, bound.lse
+        problem, config, lens = self._problem, self.config, bound.kv.kv_lens
         uniform = bound.qo_indptr is None
         args = (
             self._scratch_out, self._scratch_lse, lens, bound.qo_indptr, bound.attn_sink,
-            bound.out, lse, problem.max_qo_len if uniform else 0, self._capacity,
+            bound.out, bound.lse, problem.max_qo_len if uniform else 0, self._capacity,
             problem.num_kv_heads, problem.gqa_group_size, problem.head_dim_vo,
             min(problem.window_left or 0, (1 << 31) - 1), config.chunk_tiles,
             config.slots, self._slots.slots, self._slots.rows, self._slots.merge_rows,
             0 if lens is None else lens.stride(0), 0 if lens is None else lens.stride(1),
-            bound.out.stride(0), bound.out.stride(1),
-            0 if lse is None else lse.stride(0), 0 if lse is None else lse.stride(1),
+            *_answer_strides(bound),
         )  # fmt: skip
         meta = {
-            "BLOCK_S": 16,
-            "BLOCK_VO": config.block_vo,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "UNIFORM": uniform,
             "HAS_LENS": lens is not None,
             "HAS_LEFT": problem.window_left is not None,
+        }
+        return args, {**self._merge_meta(bound), **meta}
+
+    def _merge_meta(self, bound: BoundTensors) -> dict[str, Any]:
+        return {
+            "BLOCK_S": 16,
+            "BLOCK_VO": self.config.block_vo,
             "HAS_SINK": bound.attn_sink is not None,
-            "STORE_LSE": lse is not None,
+            "STORE_LSE": bound.lse is not None,
             "num_warps": 4,
         }
-        return args, meta
 
     def run(self) -> None:
         """Enqueue on the current stream: one launch, and one more when there are splits."""

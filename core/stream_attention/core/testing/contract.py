@@ -131,6 +131,8 @@ def wide_offsets(record: AttentionRecord, device: Any = "cpu") -> None:
         check_route(record, Case(pool="layer_axis", layout=layout, **_RAGGED), device)
     for make in FAR.values():
         check_built(record, make(device))
+        if torch.device(device).type == "cuda":
+            torch.cuda.empty_cache()  # up to 8.6 GB each, beside other processes
     _late_queries(record, device)
 
 

@@ -11,10 +11,6 @@ from stream_attention.core.cache import PagedKVCache
 from stream_attention.core.testing.problems import BuiltCase, Case, build
 
 
-def _single_case(dim: int) -> dict[str, Any]:
-    return {"qo_lens": (1,), "kv_lens": (5,), "num_kv_heads": 1, "head_dim_qk": dim}
-
-
 def _one_request(
     pools: tuple[torch.Tensor, torch.Tensor], pages: list[int], size: int, device: Any
 ) -> BuiltCase:
@@ -25,7 +21,7 @@ def _one_request(
         for page in pages:
             values = torch.randn(*pool.shape[1:], generator=rng)
             pool[page] = values.to(pool.dtype).to(device)
-    case = Case(name="wide offsets", **{**_single_case(dim), "page_size": size})
+    case = Case(name="wide offsets", num_kv_heads=1, head_dim_qk=dim, page_size=size)
     cache = PagedKVCache(
         key=pools[0],
         value=pools[1],
