@@ -77,7 +77,7 @@ class _Recorder:
 @pytest.fixture
 def recorder(monkeypatch):
     """The only kernel there is, beside one that refuses everything."""
-    recorder, registry = _Recorder(), Registry(_discovered=True)
+    recorder, registry = _Recorder(), Registry(discover=False)
     never = CapabilityRule("never", lambda problem, device: "serves nothing")
     kernel = MergeRecord(name="recorder", package="test", rules=(), build=recorder.build)
     registry.register_merge(dataclasses.replace(kernel, name="never", rules=(never,), build=None))

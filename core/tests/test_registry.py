@@ -96,7 +96,7 @@ def test_packages_of_other_architectures_are_found_by_name_alone(packages):
 
 
 def test_a_taken_name_is_refused():
-    registry = Registry(_discovered=True)
+    registry = Registry(discover=False)
     registry.register_attention(_attention("a"))
     registry.register_merge(_merge("a"))  # routes and merges are two lists
     with pytest.raises(ValueError, match="name='a': a record of that name is registered"):
@@ -106,7 +106,7 @@ def test_a_taken_name_is_refused():
 
 
 def test_unregister_removes_and_refuses_unknown_names():
-    registry = Registry(_discovered=True)
+    registry = Registry(discover=False)
     registry.register_attention(_attention("a"))
     registry.unregister("a")
     assert registry.attention_records() == ()
@@ -115,7 +115,7 @@ def test_unregister_removes_and_refuses_unknown_names():
 
 
 def test_version_grows_with_every_change():
-    registry = Registry(_discovered=True)
+    registry = Registry(discover=False)
     versions = [registry.version]
     registry.register_attention(_attention("a"))
     versions.append(registry.version)
@@ -127,7 +127,7 @@ def test_version_grows_with_every_change():
 
 
 def test_records_keep_the_order_of_registration():
-    registry = Registry(_discovered=True)
+    registry = Registry(discover=False)
     for name in ("c", "a", "b"):
         registry.register_attention(_attention(name))
     assert [record.route for record in registry.attention_records()] == ["c", "a", "b"]

@@ -27,7 +27,7 @@ APPLY = {
 
 
 def _records():
-    registry = Registry(_discovered=True)
+    registry = Registry(discover=False)
     sdpa_route.register(registry)
     return {record.route: record for record in registry.attention_records()}
 

@@ -166,7 +166,7 @@ def test_refuses_other_devices(capability):
 
 
 def test_is_registered_beside_the_merge():
-    registry = Registry(_discovered=True)
+    registry = Registry(discover=False)
     capabilities.register(registry)
     assert [record.route for record in registry.attention_records()] == ["sm90_decode"]
     assert registry.attention_records()[0].native

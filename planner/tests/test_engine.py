@@ -185,7 +185,8 @@ def test_tensors_on_meta_have_no_route():
 
 def test_missing_kernel_packages_are_reasons():
     registry = registry_of(FakeRoute())
-    registry._missing["kernels_sm90"] = "package stream-attention-kernels-sm90 is not installed"
+    reason = "package stream-attention-kernels-sm90 is not installed"
+    registry._known = dataclasses.replace(registry._known, missing={"kernels_sm90": reason})
     plan = StreamAttnEngine(registry=registry).plan(queries(), paged())
     text = "kernels_sm90: package stream-attention-kernels-sm90 is not installed"
     assert text in plan.explain()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.resources
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,12 +123,15 @@ class MergeGeometry:
 
 
 class NativeLibrary:
-    """The shared library `file_name` in the data of `package`. Thread-safe; loads once, lazily."""
+    """The shared library `file_name` in the data of `package`, loaded lazily. Thread-safe.
+
+    Without a lock, which a fork would copy as another thread holds it: threads that come at once
+    load the same library.
+    """
 
     def __init__(self, package: str, file_name: str) -> None:
         self.package = package
         self.file_name = file_name
-        self._lock = threading.Lock()
         self._handle: Any = None
         self._reason: str | None = None
         self._files = contextlib.ExitStack()
@@ -140,12 +142,10 @@ class NativeLibrary:
     def reason(self) -> str | None:
         """Why the library cannot be used, or `None`. Loads it on the first call."""
         if self._handle is None and self._reason is None:
-            with self._lock:
-                if self._handle is None and self._reason is None:
-                    try:
-                        self._handle = self._load()
-                    except NativeLibraryError as error:
-                        self._reason = str(error)
+            try:
+                self._handle = self._load()
+            except NativeLibraryError as error:
+                self._reason = str(error)
         return self._reason
 
     @property

@@ -7,11 +7,12 @@ that is not installed, or that fails to import, is a reason in `plan.explain()`,
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-import importlib.util
+import os
 import pkgutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,97 +118,138 @@ class MergeRecord:
         return tuple(reason for reason in found if reason is not None)
 
 
-@dataclass(slots=True)
-class Registry:
-    """The records known to this process. Reading discovers packages once; adding is thread-safe."""
+@dataclass(frozen=True, slots=True)
+class _Records:
+    """What a registry knows at one moment."""
 
-    _attention: dict[str, AttentionRecord] = field(default_factory=dict)
-    _merge: dict[str, MergeRecord] = field(default_factory=dict)
-    _missing: dict[str, str] = field(default_factory=dict)
-    _discovered: bool = False
-    _version: int = 0
-    _lock: Any = field(default_factory=threading.RLock)
+    attention: Mapping[str, AttentionRecord] = field(default_factory=dict)
+    merge: Mapping[str, MergeRecord] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+    discovered: bool = False
+    version: int = 0
+
+
+class Registry:
+    """The records known to this process. Reading discovers packages once; adding is thread-safe.
+
+    discover: `False` for a registry that holds only what is added to it.
+
+    A change is one assignment of new tables, so that what interrupts it, at any point, leaves the
+    registry as it was before or as it is after.
+    """
+
+    __slots__ = ("_known", "_lock")
+
+    def __init__(self, *, discover: bool = True) -> None:
+        self._known = _Records(discovered=not discover)
+        self._lock = threading.RLock()
 
     def register_attention(self, record: AttentionRecord) -> None:
         """Add a route; a name that is taken raises `ValueError`."""
-        self._add(self._attention, record.route, record)
+        _require_record(record, AttentionRecord)
+        with self._lock:
+            table = _with(self._known.attention, record.route, record)
+            self._change(attention=table)
 
     def register_merge(self, record: MergeRecord) -> None:
         """Add a merge kernel; a name that is taken raises `ValueError`."""
-        self._add(self._merge, record.name, record)
+        _require_record(record, MergeRecord)
+        with self._lock:
+            table = _with(self._known.merge, record.name, record)
+            self._change(merge=table)
 
     def unregister(self, name: str) -> None:
         """Remove a route or merge kernel by name; an unknown name raises `KeyError`."""
         with self._lock:
-            if name not in self._attention and name not in self._merge:
+            known = self._known
+            if name not in known.attention and name not in known.merge:
                 raise KeyError(f"{name!r} is not registered")
-            self._attention.pop(name, None)
-            self._merge.pop(name, None)
-            self._version += 1
+            self._change(
+                attention={key: known.attention[key] for key in known.attention if key != name},
+                merge={key: known.merge[key] for key in known.merge if key != name},
+            )
 
     def attention_records(self) -> tuple[AttentionRecord, ...]:
         """All routes, in order of registration."""
         self._discover()
-        return tuple(self._attention.values())
+        return tuple(self._known.attention.values())
 
     def merge_records(self) -> tuple[MergeRecord, ...]:
         """All merge kernels, in order of registration."""
         self._discover()
-        return tuple(self._merge.values())
+        return tuple(self._known.merge.values())
 
     def missing(self) -> tuple[Rejection, ...]:
         """Kernel packages that are not there or failed to load, with the reason."""
         self._discover()
-        return tuple(Rejection(name, (reason,)) for name, reason in self._missing.items())
+        return tuple(Rejection(name, (reason,)) for name, reason in self._known.missing.items())
 
     @property
     def version(self) -> int:
         """Grows with every change, so that caches of decisions can tell they are stale."""
-        return self._version
+        return self._known.version
 
-    def _add(self, table: dict[str, Any], name: str, record: Any) -> None:
-        with self._lock:
-            if name in table:
-                raise ValueError(f"name={name!r}: a record of that name is registered; rename it")
-            table[name] = record
-            self._version += 1
+    def _change(self, **tables: Any) -> None:
+        known = self._known
+        self._known = dataclasses.replace(known, version=known.version + 1, **tables)
 
     def _discover(self) -> None:
-        if self._discovered:
+        if self._known.discovered:
             return
         with self._lock:
-            if self._discovered:
+            found = self._discovered_records()
+            known = self._known
+            if known.discovered:  # by another thread, or by a signal's handler that came between
                 return
-            from stream_attention.core import routes
+            self._change(
+                attention={**found.attention, **known.attention},
+                merge={**found.merge, **known.merge},
+                missing=found.missing,
+                discovered=True,
+            )
 
-            self._register_whole(routes.register)
-            for name in _kernel_packages():
-                self._load_package(name)
-            for name in KERNEL_PACKAGES:
-                if name not in _kernel_packages():
-                    wheel = f"stream-attention-{name.replace('_', '-')}"
-                    self._missing[name] = f"package {wheel} is not installed"
-            self._discovered = True
+    def _discovered_records(self) -> _Records:
+        """What can be discovered, behind what is registered already."""
+        if self._known.discovered:
+            return self._known
+        from stream_attention.core import routes
 
-    def _load_package(self, name: str) -> None:
-        try:
-            module = importlib.import_module(f"stream_attention.{name}.capabilities")
-            self._register_whole(module.register)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # a broken package must not take the others with it
-            self._missing[name] = f"failed to load: {type(error).__name__}: {error}"
+        found = self._copy()
+        routes.register(found)
+        missing, packages = {}, _kernel_packages()
+        for name in packages:
+            try:
+                module = importlib.import_module(f"stream_attention.{name}.capabilities")
+                of_package = found._copy()  # all records of a package or none
+                module.register(of_package)
+                found = of_package
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # a broken package must not take the others with it
+                missing[name] = f"failed to load: {type(error).__name__}: {error}"
+        for name in KERNEL_PACKAGES:
+            if name not in packages:
+                wheel = f"stream-attention-{name.replace('_', '-')}"
+                missing[name] = f"package {wheel} is not installed"
+        return dataclasses.replace(found._known, missing=missing)
 
-    def _register_whole(self, register: Callable[[Registry], None]) -> None:
-        """All records of one source or none: a second try must not find the first one's names."""
-        before = dict(self._attention), dict(self._merge)
-        try:
-            register(self)
-        except BaseException:
-            self._attention, self._merge = before
-            self._version += 1
-            raise
+    def _copy(self) -> Registry:
+        """The same records in a registry that discovers nothing."""
+        copied = Registry(discover=False)
+        copied._known = dataclasses.replace(self._known, discovered=True)
+        return copied
+
+
+def _with(table: Mapping[str, Any], name: str, record: Any) -> dict[str, Any]:
+    if name in table:
+        raise ValueError(f"name={name!r}: a record of that name is registered; rename it")
+    return {**table, name: record}
+
+
+def _require_record(record: Any, of: type) -> None:
+    if not isinstance(record, of):
+        raise ValueError(f"record={record!r}: must be of class {of.__name__}")
 
 
 def _kernel_packages() -> tuple[str, ...]:
@@ -228,6 +270,15 @@ def _arch_of(package: str) -> int:
 
 
 _DEFAULT = Registry()
+
+
+def _renew_lock() -> None:
+    """In a forked process: another thread, which is not there, may have held it."""
+    _DEFAULT._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def default_registry() -> Registry:

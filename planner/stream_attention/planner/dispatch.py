@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -136,12 +134,14 @@ class ById:
 
 
 class Rankings:
-    """A bounded, thread-safe memory of `rank`: problem, device and registry state to ranking."""
+    """A bounded, thread-safe memory of `rank`: problem, device and registry state to ranking.
+
+    Without a lock, as `PlanCache` is: what two threads or a handler do at once is ranked twice.
+    """
 
     def __init__(self, capacity: int = 256) -> None:
         self._capacity = capacity
-        self._known: OrderedDict[tuple, Ranking] = OrderedDict()
-        self._lock = threading.Lock()
+        self._known: dict[tuple, Ranking] = {}  # least recently used first
 
     def rank(
         self,
@@ -152,16 +152,14 @@ class Rankings:
     ) -> Ranking:
         registry.attention_records()  # discovery first: it moves the version
         key = (problem, device, ById(registry), registry.version, forms)
-        with self._lock:
-            found = self._known.get(key)
-            if found is not None:
-                self._known.move_to_end(key)
-                return found
-        found = rank(problem, device, registry, forms=forms)
-        with self._lock:
-            self._known[key] = found
-            while len(self._known) > self._capacity:
-                self._known.popitem(last=False)
+        found = self._known.pop(key, None)
+        if found is None:
+            found = rank(problem, device, registry, forms=forms)
+        self._known[key] = found
+        surplus = len(self._known) - self._capacity
+        if surplus > 0:
+            for oldest in list(self._known)[:surplus]:
+                self._known.pop(oldest, None)
         return found
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+import contextlib
+import itertools
+from collections import deque
 from collections.abc import Hashable
 
 import torch
@@ -15,12 +16,23 @@ MAX_PLANS = 32
 MAX_SCRATCH_BYTES = 256 << 20
 
 
+class _Idle(deque["Built"]):
+    """Idle launches of one key, the latest last; `used` grows with every one that is given back."""
+
+    used = 0
+
+
 class PlanCache:
     """Idle launches, unbound, by key, least recently used first to go; thread-safe.
 
     A launch is taken out while it is used and given back after, so no two calls ever share its
     scratch: a second thread with the same key builds a second launch. Bounded by `max_plans` and by
     the scratch they own, `max_scratch_bytes`.
+
+    There is no lock, which a fork would copy as another thread holds it, and on which a signal's
+    handler or a finalizer that computes attention would wait for ever. Each step is one operation
+    of a dict or a deque, and what an interrupt leaves behind any of them is a whole cache: at worst
+    a launch is not kept. Nothing is counted that could be read off.
     """
 
     def __init__(
@@ -28,31 +40,25 @@ class PlanCache:
     ) -> None:
         self.max_plans = max_plans
         self.max_scratch_bytes = max_scratch_bytes
-        self._idle: OrderedDict[Hashable, list[Built]] = OrderedDict()
-        self._count = 0
-        self._bytes = 0
-        self._lock = threading.Lock()
+        self._idle: dict[Hashable, _Idle] = {}
+        self._clock = itertools.count(1)
 
     def __len__(self) -> int:
-        return self._count
+        return sum(map(len, list(self._idle.values())))
 
     @property
     def scratch_bytes(self) -> int:
         """Scratch of all idle launches."""
-        return self._bytes
+        kept = (list(idle) for idle in list(self._idle.values()))
+        return sum(plan.backend_plan.workspace_bytes for plans in kept for plan in plans)
 
     def take(self, key: Hashable) -> Built | None:
         """An idle launch for `key`, now the caller's alone, or `None`."""
-        with self._lock:
-            idle = self._idle.get(key)
-            if idle is None:
-                return None
-            plan = idle.pop()
-            if not idle:
-                del self._idle[key]
-            self._count -= 1
-            self._bytes -= plan.backend_plan.workspace_bytes
-            return plan
+        idle = self._idle.get(key)
+        try:
+            return None if idle is None else idle.pop()
+        except IndexError:  # all of them are in use
+            return None
 
     def give(self, key: Hashable, plan: Built) -> None:
         """Keep `plan` for later calls; the oldest go where the bounds ask for it.
@@ -61,30 +67,33 @@ class PlanCache:
         """
         if plan.backend_plan.workspace_bytes > self.max_scratch_bytes:
             return
-        dropped = []  # destroyed outside of the lock: freeing scratch may take a while
-        with self._lock:
-            self._idle.setdefault(key, []).append(plan)
-            self._idle.move_to_end(key)
-            self._count += 1
-            self._bytes += plan.backend_plan.workspace_bytes
-            while self._count > self.max_plans or (
-                self._bytes > self.max_scratch_bytes and self._count
-            ):
-                oldest = next(iter(self._idle))
-                idle = self._idle[oldest]
-                gone = idle.pop(0)
-                if not idle:
-                    del self._idle[oldest]
-                self._count -= 1
-                self._bytes -= gone.backend_plan.workspace_bytes
-                dropped.append(gone)
+        idle = self._idle.get(key)
+        if idle is None:
+            idle = self._idle.setdefault(key, _Idle())
+        idle.append(plan)
+        idle.used = next(self._clock)
+        # A key whose launches are all in use, or were lost, counts as one launch.
+        while (
+            max(len(self), len(self._idle)) > self.max_plans
+            or self.scratch_bytes > self.max_scratch_bytes
+        ):
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        known = [
+            (key, idle) for key in list(self._idle) if (idle := self._idle.get(key)) is not None
+        ]
+        if not known:
+            return
+        key, oldest = min(known, key=lambda entry: entry[1].used)
+        with contextlib.suppress(IndexError):
+            oldest.popleft()
+        if not oldest:
+            self._idle.pop(key, None)
 
     def clear(self) -> None:
         """Drop every idle launch."""
-        with self._lock:
-            self._idle, dropped = OrderedDict(), self._idle
-            self._count = self._bytes = 0
-        del dropped
+        self._idle = {}
 
 
 def plan_key(described: Described, stream: int, *state: Hashable) -> Hashable:

@@ -110,7 +110,7 @@ class FakeRoute:
 
 def registry_of(*routes: Any) -> Registry:
     """A registry of these routes alone: nothing is discovered."""
-    registry = Registry(_discovered=True)
+    registry = Registry(discover=False)
     for route in routes:
         registry.register_attention(route.record() if isinstance(route, FakeRoute) else route)
     return registry

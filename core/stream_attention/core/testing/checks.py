@@ -146,7 +146,7 @@ def find_record(route: str, register: Callable[[Any], None] | None = None) -> At
     if register is None:
         records = default_registry().attention_records()
     else:
-        private = Registry(_discovered=True)
+        private = Registry(discover=False)
         register(private)
         records = private.attention_records()
     found = [record for record in records if record.route == route]

@@ -149,7 +149,7 @@ class LibrarySuite(LibraryTests):
         "capability", [(7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (10, 3), (12, 0)]
     )
     def test_device_rule_names_the_device_that_it_rejects(self, library, capability):
-        registry = Registry(_discovered=True)
+        registry = Registry(discover=False)
         self.capabilities.register(registry)
         (record,) = registry.merge_records()
         device = DeviceFacts(type="cuda", compute_capability=capability, num_sms=100)
