@@ -4,7 +4,9 @@ import dataclasses
 import math
 import re
 
+import numpy as np
 import pytest
+import torch
 
 from stream_attention.core.problem import PROBLEM_RULES, AttentionProblem
 
@@ -67,6 +69,12 @@ RULES = [
         {"guarantee": "close"},
         "guarantee='close': must be one of 'exact'",
     ),
+    ({"causal": False}, {"causal": 1}, "causal=1: must be a bool; use True"),
+    ({"per_head_lists": True}, {"per_head_lists": "n"}, "per_head_lists='n': must be a bool"),
+    ({"has_sink": True}, {"has_sink": "x"}, "has_sink='x': must be a bool"),
+    ({"return_lse": True}, {"return_lse": 3}, "return_lse=3: must be a bool"),
+    ({"batch_invariant": True}, {"batch_invariant": None}, "batch_invariant=None: must be a bool"),
+    ({"differentiable": True}, {"differentiable": 2}, "differentiable=2: must be a bool"),
     (
         {"num_qo_heads": 6},
         {"num_qo_heads": 7},
@@ -90,8 +98,8 @@ RULES = [
     ),
     (
         {"window_right": 0},
-        {"window_right": 2},
-        "window_right=2: a causal problem sees nothing to the right of its query",
+        {"window_right": 1},
+        "window_right=1: a causal problem sees nothing to the right of its query",
     ),
     (
         {"logits_soft_cap": 30.0},
@@ -189,3 +197,18 @@ def test_derived_facts():
 def test_a_window_bounds_the_tokens_that_are_seen(window, qo_len, seen):
     changes = {"window_left": window, "max_qo_len": qo_len, "total_qo_len": 2 * qo_len}
     assert AttentionProblem(**{**GOOD, **changes}).kv_tokens_seen == seen
+
+
+def test_an_int_for_a_number_is_a_float_as_torch_takes_no_large_one():
+    problem = AttentionProblem(**{**GOOD, "sm_scale": 2, "logits_soft_cap": 10**30})
+    assert [type(problem.sm_scale), type(problem.logits_soft_cap)] == [float, float]
+    assert (problem.sm_scale, problem.logits_soft_cap) == (2.0, 1e30)
+    with pytest.raises(ValueError, match=r"sm_scale=1000+: must be a finite number"):
+        AttentionProblem(**{**GOOD, "sm_scale": 10**39})
+
+
+@pytest.mark.parametrize("name", ["phase", "batch", "q_dtype", "sm_scale", "causal", "layout"])
+def test_an_array_for_a_field_breaks_its_rule(name):
+    for array in (torch.zeros(2), np.zeros(2), np.array(["a", "b"])):
+        with pytest.raises(ValueError, match=rf"{name}=\w*\(?\["):
+            AttentionProblem(**{**GOOD, name: array})

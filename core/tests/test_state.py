@@ -242,7 +242,7 @@ def test_bad_arguments_are_named_all_at_once():
     assert "attn_sink.shape=(2,): must be [num_heads]" in _refusal(
         merge_many, out[None], lse[None], torch.zeros(2)
     )
-    assert "attn_sink=torch.float64" in _refusal(
+    assert "attn_sink.dtype=torch.float64" in _refusal(
         merge_many, out[None], lse[None], torch.zeros(3, dtype=torch.float64)
     )
     assert "out_dtype=torch.int8" in _refusal(
@@ -304,6 +304,15 @@ def test_tensors_that_are_not_dense_are_refused():
     text = _refusal(merge_states, out.to_sparse(), lse, out, torch.nested.nested_tensor([lse[0]]))
     assert "out_a.layout=torch.sparse_coo: must be dense; use out_a.to_dense()" in text
     assert "lse_b.layout='nested': must be dense" in text
+    outs, lses = _states(2)
+    sink = torch.zeros(lses.shape[-1])
+    for bad, named in (
+        (sink.to_sparse(), "attn_sink.layout=torch.sparse_coo: must be dense"),
+        (torch.nested.nested_tensor([sink]), "attn_sink.layout='nested': must be dense"),
+        (torch._neg_view(sink), "attn_sink.is_neg()=True"),
+        ([0.0], "attn_sink='list': must be a torch.float32 tensor"),
+    ):
+        assert named in _refusal(merge_many, outs, lses, bad)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stream_attention.core.ir import Rule, check_rules, evaluable_repr, is_int
+from stream_attention.core.ir import (
+    Rule,
+    check_rules,
+    evaluable_repr,
+    is_int,
+    is_name,
+    is_tuple_of,
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -66,7 +73,7 @@ class AttentionBackendPlan:
 
 
 _LAUNCH_RULES = (
-    Rule("kernel", "must be a non-empty string", lambda s: bool(s.kernel)),
+    Rule("kernel", "must be a non-empty string", lambda s: is_name(s.kernel)),
     Rule(
         "grid",
         "must be three ints >= 0",
@@ -80,12 +87,29 @@ _LAUNCH_RULES = (
     ),
 )
 _REJECTION_RULES = (
-    Rule("route", "must be a non-empty string", lambda r: bool(r.route)),
-    Rule("reasons", "a rejection needs a reason", lambda r: bool(r.reasons) and all(r.reasons)),
+    Rule("route", "must be a non-empty string", lambda r: is_name(r.route)),
+    Rule(
+        "reasons",
+        "must be a tuple of non-empty strings, one at least",
+        lambda r: isinstance(r.reasons, tuple) and bool(r.reasons) and all(map(is_name, r.reasons)),
+    ),
 )
 _PLAN_RULES = (
-    Rule("route", "must be a non-empty string", lambda p: bool(p.route)),
-    Rule("backend", "must be a non-empty string", lambda p: bool(p.backend)),
+    Rule("route", "must be a non-empty string", lambda p: is_name(p.route)),
+    Rule("backend", "must be a non-empty string", lambda p: is_name(p.backend)),
+    Rule("arch", "must be a non-empty string", lambda p: is_name(p.arch)),
+    Rule("reason", "must be a string", lambda p: isinstance(p.reason, str)),
+    Rule(
+        "launches", "must be a tuple of LaunchSpec", lambda p: is_tuple_of(p.launches, LaunchSpec)
+    ),
+    Rule(
+        "rejections", "must be a tuple of Rejection", lambda p: is_tuple_of(p.rejections, Rejection)
+    ),
+    Rule(
+        "estimate_us",
+        "must be None or a number",
+        lambda p: p.estimate_us is None or isinstance(p.estimate_us, (int, float)),
+    ),
     Rule("splits", "must be an int >= 1", lambda p: is_int(p.splits) and p.splits >= 1),
     Rule(
         "split_tokens",

@@ -92,6 +92,38 @@ def require_dense(faults: Faults, name: str, tensor: torch.Tensor) -> bool:
     return faults.require(not lazy, f"{name}.is_neg()", True, rule, nearest)
 
 
+def address_of(tensor: torch.Tensor) -> int | None:
+    """`data_ptr()`, or `None` inside `torch.func` transforms, whose tensors stand for others."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return None
+
+
+def require_memory(faults: Faults, name: str, tensor: torch.Tensor) -> bool:
+    """All elements of a dense tensor lie in its storage, which may have been resized or freed.
+
+    Kernels take an address: what lies behind the storage's end is another tensor's, or nobody's.
+    """
+    if tensor.device.type == "meta" or not tensor.numel() or address_of(tensor) is None:
+        return True
+    storage = tensor.untyped_storage()
+    end = (tensor.storage_offset() + reach_of(tensor)) * tensor.element_size()
+    held = storage.nbytes() if storage.data_ptr() else 0
+    return faults.require(
+        end <= held,
+        f"{name}.untyped_storage().nbytes()",
+        held,
+        f"must hold the {end} bytes that shape, strides and offset reach",
+        f"a new tensor, or {name}.untyped_storage().resize_({end})",
+    )
+
+
+def reach_of(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last that a tensor with elements can touch, both counted."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def check_row_strides(faults: Faults, name: str, tensor: torch.Tensor) -> None:
     """The stride rule of the contract: rows contiguous, and aligned as far as a row is.
 

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 
 from stream_attention.core.cache import KVCache
-from stream_attention.core.cache_checks import check_row_strides, require_dense, row_alignment
+from stream_attention.core.cache_checks import (
+    address_of,
+    check_row_strides,
+    reach_of,
+    require_dense,
+    require_memory,
+    row_alignment,
+)
 from stream_attention.core.dtypes import OUT_DTYPES, QUERY_DTYPES, dtype_name
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.launch import BoundTensors
@@ -43,6 +50,8 @@ def check_q(faults: Faults, q: Any) -> None:
     ):
         check_row_strides(faults, "q", q)
         check_base(faults, "q", q)
+        if not require_memory(faults, "q", q):
+            faults.raise_if_any("attention")  # torch makes no view of it
 
 
 def check_grad(faults: Faults, name: str, tensor: torch.Tensor, rule: str) -> None:
@@ -60,7 +69,7 @@ def check_base(faults: Faults, name: str, tensor: torch.Tensor) -> None:
     """The base address obeys the row rule too (a view can start anywhere)."""
     if tensor.device.type == "meta" or tensor.numel() == 0:
         return
-    unit, address = row_alignment(tensor), _address(tensor)
+    unit, address = row_alignment(tensor), address_of(tensor)
     if address is not None and address % unit:
         faults.add(
             f"{name}.data_ptr() % {unit}",
@@ -86,6 +95,18 @@ def check_against_cache(faults: Faults, q: torch.Tensor, cache: KVCache) -> None
         f"the last axis must be the key's head_dim = {cache.key.shape[3]}",
         (*q.shape[:-1], cache.key.shape[3]),
     )
+
+
+def check_cache(faults: Faults, cache: KVCache) -> None:
+    """Memory and gradients of a cache's tensors, and the base addresses of its pools."""
+    for name in ("key", "value", "page_table", "sequence_lengths", "key_scale", "value_scale"):
+        tensor = getattr(cache, name, None)
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        require_memory(faults, name, tensor)
+        check_grad(faults, name, tensor, "a serving call returns no gradient")
+        if name in ("key", "value"):
+            check_base(faults, name, tensor)
 
 
 def check_sink(faults: Faults, q: Any, sink: Any) -> None:
@@ -123,6 +144,7 @@ def check_sink(faults: Faults, q: Any, sink: Any) -> None:
         "attn_sink.contiguous()",
     )
     check_grad(faults, "attn_sink", sink, "a serving call returns no gradient")
+    require_memory(faults, "attn_sink", sink)
     if isinstance(q, torch.Tensor):
         faults.require(
             sink.device == q.device,
@@ -199,22 +221,14 @@ def _check_output(
     )
     check_grad(faults, name, tensor, "an output is written in place and carries no gradient")
     check_base(faults, name, tensor)
+    require_memory(faults, name, tensor)
     return True
-
-
-def _address(tensor: torch.Tensor) -> int | None:
-    """`data_ptr()`, or `None` inside `torch.func` transforms, whose tensors stand for others."""
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return None
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and one past the last byte that `tensor` can touch."""
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.data_ptr()
-    return first, first + (reach + 1) * tensor.element_size()
+    return first, first + reach_of(tensor) * tensor.element_size()
 
 
 def check_alias(bound: BoundTensors) -> None:
@@ -235,7 +249,7 @@ def check_alias(bound: BoundTensors) -> None:
     }
     faults = Faults()
     for name, tensor in (*read.items(), ("out", bound.out), ("lse", bound.lse)):
-        if tensor is not None and _address(tensor) is None:
+        if tensor is not None and address_of(tensor) is None:
             rule = "a serving call takes tensors with memory, not inside torch.func transforms"
             faults.add(name, "transformed", rule, "stream_attention.train")
     faults.raise_if_any("attention")

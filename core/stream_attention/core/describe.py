@@ -20,19 +20,18 @@ from stream_attention.core.cache import (
     KVCache,
     PagedKVCache,
 )
-from stream_attention.core.cache_checks import check_storage, require_dense
+from stream_attention.core.cache_checks import check_storage, require_dense, require_memory
 from stream_attention.core.call_checks import (
     check_against_cache,
     check_alias,
-    check_base,
-    check_grad,
+    check_cache,
     check_outputs,
     check_q,
     check_sink,
 )
 from stream_attention.core.dtypes import dtype_name, torch_dtype
 from stream_attention.core.errors import Faults, shape_of
-from stream_attention.core.ir import is_int
+from stream_attention.core.ir import NOT_OF_TYPE, is_int
 from stream_attention.core.launch import BoundTensors
 from stream_attention.core.problem import PROBLEM_RULES, AttentionProblem
 
@@ -123,16 +122,12 @@ def describe(
         "return_lse": return_lse,
         "has_sink": attn_sink is not None,
     }
-    own = {name: fields[name] for name in ("causal", "return_lse", "batch_invariant")}
-    for name, flag in (*own.items(), *flags.items()):
+    for name, flag in flags.items():
         faults.require(isinstance(flag, bool), name, flag, "must be a bool", "True")
     packed = None
     if cache is not None:
         _add_cache_fields(fields, cache)
-        check_base(faults, "key", cache.key)
-        check_base(faults, "value", cache.value)
-        check_grad(faults, "key", cache.key, "a serving call returns no gradient")
-        check_grad(faults, "value", cache.value, "a serving call returns no gradient")
+        check_cache(faults, cache)
     if isinstance(q, torch.Tensor) and q.dim() in (3, 4):
         packed = _pack_q(faults, q, cache, qo_indptr, max_qo_len, fields)
     check_sink(faults, q, attn_sink)
@@ -312,6 +307,7 @@ def _pack_ragged(
         return None
     if not require_dense(faults, "qo_indptr", qo_indptr):
         return None
+    require_memory(faults, "qo_indptr", qo_indptr)
     faults.require(
         qo_indptr.dtype == torch.int32,
         "qo_indptr.dtype",
@@ -371,7 +367,7 @@ def _problem(faults: Faults, fields: dict[str, Any]) -> AttentionProblem:
             nearest = rule.nearest(known) if rule.nearest else None
         except AttributeError:  # about a field that a faulty tensor could not tell
             continue
-        except (TypeError, ZeroDivisionError):
+        except (*NOT_OF_TYPE, ZeroDivisionError):
             value, nearest = getattr(known, rule.parameter, None), None
         faults.add(rule.parameter, value, rule.text, nearest)
     faults.raise_if_any("attention")

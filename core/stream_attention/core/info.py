@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stream_attention.core.ir import Rule, check_rules, evaluable_repr, is_int
+from stream_attention.core.ir import (
+    Rule,
+    check_rules,
+    evaluable_repr,
+    is_int,
+    is_name,
+    is_tuple_of,
+)
 
 AT_RUN_TIME = "decided at run time"
 """The route and the backend of a compiled call whose route depends on what tensors hold."""
@@ -47,8 +54,15 @@ class AttentionInfo:
 
 
 _RULES = (
-    Rule("backend_used", "must be a non-empty string", lambda i: bool(i.backend_used)),
-    Rule("route", "must be a non-empty string", lambda i: bool(i.route)),
+    Rule("backend_used", "must be a non-empty string", lambda i: is_name(i.backend_used)),
+    Rule("route", "must be a non-empty string", lambda i: is_name(i.route)),
+    Rule("reason", "must be a string", lambda i: isinstance(i.reason, str)),
+    Rule("arch", "must be a non-empty string", lambda i: is_name(i.arch)),
+    Rule(
+        "fallback_reasons",
+        "must be a tuple of strings",
+        lambda i: is_tuple_of(i.fallback_reasons, str),
+    ),
     Rule("guarantee", f"must be one of {GUARANTEES}", lambda i: i.guarantee in GUARANTEES),
     Rule("splits", "must be an int >= 1", lambda i: is_int(i.splits) and i.splits >= 1),
     Rule(

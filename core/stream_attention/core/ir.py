@@ -38,13 +38,17 @@ class Rule:
     value: Callable[[Any], Any] | None = None
 
 
+NOT_OF_TYPE = (TypeError, ValueError, RuntimeError, AttributeError)
+"""What a rule about a value meets where the value is of another type, arrays and tensors too."""
+
+
 def check_rules(node: Any, rules: Iterable[Rule]) -> None:
     """Raise one `ValueError` that lists every rule of the table which `node` breaks."""
     faults = Faults()
     for rule in rules:
         try:
-            held = rule.holds(node)
-        except TypeError:  # a field of the wrong type cannot meet a rule about its value
+            held = bool(rule.holds(node))
+        except NOT_OF_TYPE:  # a field of the wrong type cannot meet a rule about its value
             held = False
         if not held:
             value = rule.value(node) if rule.value else getattr(node, rule.parameter)
@@ -52,10 +56,20 @@ def check_rules(node: Any, rules: Iterable[Rule]) -> None:
             if rule.nearest is not None:
                 try:
                     nearest = rule.nearest(node)
-                except (TypeError, ValueError, ZeroDivisionError, OverflowError):
+                except (*NOT_OF_TYPE, ZeroDivisionError, OverflowError):
                     nearest = None
             faults.add(rule.parameter, value, rule.text, nearest)
     faults.raise_if_any(type(node).__name__)
+
+
+def is_name(value: Any) -> bool:
+    """True for a string that is not empty."""
+    return isinstance(value, str) and bool(value)
+
+
+def is_tuple_of(value: Any, of: type) -> bool:
+    """True for a tuple, also an empty one, of nothing but `of`."""
+    return isinstance(value, tuple) and all(isinstance(each, of) for each in value)
 
 
 def is_int(value: Any) -> bool:

@@ -69,6 +69,9 @@ class AttentionProblem:
 
     def __post_init__(self) -> None:
         check_rules(self, PROBLEM_RULES)
+        for name in ("sm_scale", "logits_soft_cap"):
+            if is_int(getattr(self, name)):  # torch takes an int of 64 bits at most for a number
+                object.__setattr__(self, name, float(getattr(self, name)))
 
     __repr__ = evaluable_repr
 
@@ -107,6 +110,12 @@ def _count(name: str, low: int) -> Rule:
         f"must be an int >= {low}",
         lambda p: is_int(getattr(p, name)) and getattr(p, name) >= low,
         lambda p: low,
+    )
+
+
+def _flag(name: str) -> Rule:
+    return Rule(
+        name, "must be a bool", lambda p: isinstance(getattr(p, name), bool), lambda p: "True"
     )
 
 
@@ -167,6 +176,12 @@ PROBLEM_RULES: tuple[Rule, ...] = (
     _choice("kv_scales", SCALE_KINDS),
     _choice("mask", MASK_KINDS),
     _choice("guarantee", GUARANTEES),
+    _flag("causal"),
+    _flag("per_head_lists"),
+    _flag("has_sink"),
+    _flag("return_lse"),
+    _flag("batch_invariant"),
+    _flag("differentiable"),
     Rule(
         "num_qo_heads",
         "must be a multiple of num_kv_heads",

@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 
-from stream_attention.core.cache_checks import require_dense, row_alignment
+from stream_attention.core.cache_checks import (
+    address_of,
+    require_dense,
+    require_memory,
+    row_alignment,
+)
 from stream_attention.core.device import device_facts, without_autocast
 from stream_attention.core.dtypes import OUT_DTYPES, dtype_name
 from stream_attention.core.errors import Faults, shape_of
@@ -217,13 +222,20 @@ def _check_sink(faults: Faults, sink: Any, lses: torch.Tensor) -> None:
     if sink is None:
         return
     if not faults.require(
-        isinstance(sink, torch.Tensor) and sink.dtype == torch.float32,
+        isinstance(sink, torch.Tensor),
         "attn_sink",
-        sink.dtype if isinstance(sink, torch.Tensor) else type(sink).__name__,
+        type(sink).__name__,
         "must be a torch.float32 tensor [num_heads]",
-        "attn_sink.float()",
-    ):
+        "None",
+    ) or not require_dense(faults, "attn_sink", sink):
         return
+    faults.require(
+        sink.dtype == torch.float32,
+        "attn_sink.dtype",
+        sink.dtype,
+        "must be torch.float32",
+        "attn_sink.float()",
+    )
     heads = shape_of(lses)[-1:] if lses.dim() >= 2 else ()
     faults.require(
         sink.dim() == 1 and shape_of(sink) == heads,
@@ -251,7 +263,8 @@ def _kernel(
     """The first registered kernel that serves this merge, or `None`: then torch does it.
 
     Kernels take no gradient, are opaque to `torch.compile`, and see rows as `[rows, head_dim]`
-    views, so tensors that cannot be viewed so, or whose rows are not aligned, stay with torch too.
+    views, so tensors that cannot be viewed so, whose rows are not aligned, or that stand for others
+    in a transform of `torch.func`, stay with torch too.
     """
     parts = outs[0]
     tensors = outs + lses if sink is None else (*outs, *lses, sink)
@@ -264,6 +277,12 @@ def _kernel(
     unit = row_alignment(parts)
     if not all(tensor.is_contiguous() for tensor in tensors):
         return None
+    if any(address_of(tensor) is None for tensor in tensors):
+        return None
+    faults = Faults()
+    for tensor in tensors:
+        require_memory(faults, "state" if tensor is not sink else "attn_sink", tensor)
+    faults.raise_if_any("merge")
     if any(out.data_ptr() % unit for out in outs):
         return None
     problem = MergeProblem(

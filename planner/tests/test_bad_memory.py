@@ -1,0 +1,122 @@
+"""Tensors that hold less memory than their shape says, and those that would want a gradient."""
+
+import pytest
+import torch
+
+import stream_attention as stream_attn
+from stream_attention import ContiguousKVCache, PagedKVCache, StreamAttnEngine
+
+FP8 = torch.float8_e4m3fn
+NAMES = (
+    "q",
+    "key",
+    "value",
+    "page_table",
+    "sequence_lengths",
+    "key_scale",
+    "value_scale",
+    "qo_indptr",
+    "attn_sink",
+    "out",
+    "lse",
+)
+
+
+def tensors():
+    """One of each kind that a serving call takes."""
+    pool = torch.randn(6, 16, 2, 16).to(FP8)
+    return {
+        "q": torch.randn(3, 4, 16),
+        "key": pool,
+        "value": pool.clone(),
+        "page_table": torch.arange(6, dtype=torch.int32).view(2, 3),
+        "sequence_lengths": torch.tensor([40, 7], dtype=torch.int32),
+        "key_scale": torch.ones(2),
+        "value_scale": torch.ones(2),
+        "qo_indptr": torch.tensor([0, 1, 3], dtype=torch.int32),
+        "attn_sink": torch.zeros(4),
+        "out": torch.empty(3, 4, 16),
+        "lse": torch.empty(3, 4),
+    }
+
+
+def one_shot(of):
+    return stream_attn.attention(
+        of["q"],
+        cache_of(of),
+        of["qo_indptr"],
+        attn_sink=of["attn_sink"],
+        out=of["out"],
+        lse=of["lse"],
+        return_lse=True,
+    )
+
+
+def planned(of):
+    return StreamAttnEngine().plan_attention(
+        of["q"],
+        cache_of(of),
+        of["qo_indptr"],
+        attn_sink=of["attn_sink"],
+        out=of["out"],
+        lse=of["lse"],
+        return_lse=True,
+    )
+
+
+def cache_of(of):
+    names = ("key", "value", "page_table", "sequence_lengths", "key_scale", "value_scale")
+    return PagedKVCache(**{name: of[name] for name in names})
+
+
+@pytest.mark.parametrize("call", [one_shot, planned])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("left", ["nothing", "all but a byte"])
+def test_a_storage_that_is_too_small_is_named(call, name, left):
+    of = tensors()
+    storage = of[name].untyped_storage()
+    size = storage.nbytes()
+    held = 0 if left == "nothing" else size - 1
+    storage.resize_(held)
+    rule = rf"{name}\.untyped_storage\(\)\.nbytes\(\)={held}: must hold the {size} bytes"
+    with pytest.raises(ValueError, match=rule):
+        call(of)
+    storage.resize_(size)
+    fresh = {**tensors(), name: of[name]}
+    fresh[name].copy_(tensors()[name])
+    call(fresh)
+
+
+def test_a_view_may_leave_the_rest_of_its_storage_to_others():
+    of = tensors()
+    wide = torch.randn(9, 4, 16)
+    views = wide[2:5], wide[6:], wide[::3]
+    for view in views:
+        one_shot({**of, "q": view})
+    wide.untyped_storage().resize_(8 * 4 * 16 * 4)
+    with pytest.raises(ValueError, match=r"q\.untyped_storage"):
+        one_shot({**of, "q": views[1]})
+    one_shot({**of, "q": views[0]})
+
+
+@pytest.mark.parametrize("name", ["key_scale", "value_scale"])
+def test_a_scale_that_wants_a_gradient_is_refused(name):
+    k = torch.randn(2, 8, 2, 16).to(FP8)
+    q, scale = torch.randn(2, 4, 16), torch.nn.Parameter(torch.ones(2))
+    cache = ContiguousKVCache(key=k, value=k, **{name: scale})
+    with pytest.raises(ValueError, match=rf"{name}\.requires_grad=True: a serving call returns no"):
+        stream_attn.decode(q, cache)
+    with torch.no_grad():
+        want = stream_attn.decode(q, cache)[0]
+    detached = ContiguousKVCache(key=k, value=k, **{name: scale.detach()})
+    assert torch.equal(stream_attn.decode(q, detached)[0], want)
+
+
+@pytest.mark.parametrize("name", ["sm_scale", "logits_soft_cap"])
+def test_a_large_int_is_the_number_that_it_is(name):
+    q, k = torch.zeros(2, 5, 4, 16), torch.randn(2, 5, 2, 16)
+    for call in (stream_attn.decode, stream_attn.prefill, stream_attn.train):
+        queries = q[:, 0] if call is stream_attn.decode else q
+        options = {"return_info": False} if call is stream_attn.decode else {}
+        got = call(queries, k, k, **{name: 10**30}, **options)
+        assert torch.equal(got, call(queries, k, k, **{name: 1e30}, **options))
