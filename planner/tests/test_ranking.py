@@ -4,12 +4,15 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 
 from stream_attention.core.device import DeviceFacts
+from stream_attention.core.errors import UnsupportedProblem
 from stream_attention.core.problem import AttentionProblem
-from stream_attention.core.registry import default_registry
+from stream_attention.core.registry import AttentionRecord, CapabilityRule, default_registry
 from stream_attention.core.testing.checks import find_record
 from stream_attention.planner.dispatch import rank, slower, why_chosen
+from stream_attention.planner.engine import StreamAttnEngine
 from stream_attention.planner.testing import FakeRoute, registry_of
 
 DEVICES = {
@@ -132,3 +135,28 @@ def test_no_capacity_changes_the_route_of_a_batch_invariant_request():
             chosen.setdefault(flag, set()).add(first.record.route)
             assert first.estimate_us == first.record.estimate_us(problem, device)
         assert chosen == {False: {"few", "many"}, True: {"many"}}
+
+
+def test_a_call_that_no_route_serves_lists_every_candidate_with_every_reason():
+    reasons = {"one": ("page_size=16: takes 64", "head_dim=16: takes 128"), "two": ("no device",)}
+    records = [
+        AttentionRecord(
+            route=name,
+            backend="none",
+            package="tests",
+            rules=tuple(
+                CapabilityRule(f"rule {i}", lambda problem, device, text=text: text)
+                for i, text in enumerate(texts)
+            ),
+            estimate_us=lambda problem, device: 1.0,
+            build=print,
+        )
+        for name, texts in reasons.items()
+    ]
+    k = torch.zeros(2, 8, 2, 16)
+    with pytest.raises(UnsupportedProblem) as caught:
+        StreamAttnEngine(registry=registry_of(*records)).plan(torch.zeros(2, 4, 16), k, k)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    for name, texts in reasons.items():
+        for text in texts:
+            assert f"{name}: {text}" in lines

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stream_attention.core.cache import ContiguousKVCache, PagedKVCache
 from stream_attention.core.registry import AttentionRecord
 from stream_attention.core.testing.checks import check_built, check_route, launch, runner_of
 from stream_attention.core.testing.far import FAR
 from stream_attention.core.testing.golden import golden
-from stream_attention.core.testing.problems import BuiltCase, Case, build
+from stream_attention.core.testing.problems import FP8, BuiltCase, Case, build
 
 _RAGGED: dict[str, Any] = {"qo_lens": (1, 4, 2), "kv_lens": (70, 33, 5)}
 
@@ -49,6 +50,24 @@ def formula(record: AttentionRecord, device: Any = "cpu") -> None:
     for scales in ("head", "tensor"):
         case = Case(kv_dtype="float8_e4m3fn", kv_scales=scales, dtype="float16", **_RAGGED)
         check_route(record, case, device)
+    for dtype, kv_dtype in (("float16", None), ("bfloat16", None), ("bfloat16", FP8)):
+        scales = None if kv_dtype is None else "tensor"
+        case = Case(dtype=dtype, kv_dtype=kv_dtype, kv_scales=scales, sm_scale=0.0, **_RAGGED)
+        _rounded_once(record, dataclasses.replace(case, value_mean=3.0), device)
+
+
+def _rounded_once(record: AttentionRecord, case: Case, device: Any) -> None:
+    """Equal weights leave nothing but sums to be inexact: half a unit of the dtype and no more."""
+    built = build(case, 0, device)
+    out, _ = runner_of(record)(built)
+    want = golden(built.q, built.cache, built.qo_indptr, **built.options).out.to(out.device)
+    unit = torch.finfo(out.dtype).eps * 2.0 ** (torch.frexp(want.abs())[1] - 1).double()
+    error = (out.double() - want).abs() / unit
+    if bool((error > 0.51).any()):
+        raise AssertionError(
+            f"{case!r}: {int((error > 0.51).sum())} of {error.numel()} outputs are up to "
+            f"{float(error.max()):.2f} units off: rounded more than once"
+        )
 
 
 def empty_rows(record: AttentionRecord, device: Any = "cpu") -> None:
@@ -215,6 +234,34 @@ def separate_scratch(record: AttentionRecord, device: Any = "cpu") -> None:
     kept = of_one.bound.out.clone()
     two.run()
     _same_bits(of_one.bound.out, kept, "a launch's output after another one ran")
+    _runs_between(record, device)
+
+
+def _runs_between(record: AttentionRecord, device: Any) -> None:
+    """What a launch leaves in its scratch for its own next step is there when another one ran."""
+    case = Case(kv_lens=(20,), head_dim_qk=16, spare=0)
+    (one, of_one), (two, _) = (launch(record, build(case, seed, device)) for seed in (1, 2))
+    one.run()
+    alone = of_one.bound.out.clone()
+    of_one.bound.out.zero_()
+    with _RunsBetween(two.run):
+        one.run()
+    _same_bits(of_one.bound.out, alone, "a launch's output with another one run between its steps")
+
+
+class _RunsBetween(TorchDispatchMode):
+    """Calls `other` after every operation of torch: as threads may at their worst."""
+
+    def __init__(self, other: Callable[[], None]) -> None:
+        super().__init__()
+        self._other = other
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._other()
+        return result
 
 
 _MUTABLE = (

@@ -42,7 +42,9 @@ FAULTS = {
     "requests of 16 bits": 8,
     "layer axis ignored": 8,
     "q taken for dense": 9,
+    "values rounded before their scale": 1,
     "scratch shared by launches": 10,
+    "buffer shared by launches": 10,
     "lengths read at build": 11,
     "table read at build": 11,
     "queries read at build": 11,
@@ -127,19 +129,23 @@ class PlainLaunch:
         if fault == "q taken for dense":
             q = q.as_strided(q.shape, (q.shape[1] * q.shape[2], q.shape[2], 1))
         queries = q[rows, heads].float()  # [m, group, d]
+        if fault == "buffer shared by launches":  # written before it is read, but not in one go
+            queries = _SHARED.setdefault(queries.shape, torch.empty_like(queries)).copy_(queries)
         if fault == "different bits every run":
             queries = queries * (1 + 1e-3 * self._runs)
         key = self._tokens(bound, bound.kv.key, request, head, kv_len)
         value = self._tokens(bound, bound.kv.value, request, head, kv_len)
         if bound.kv.key_scale is not None and fault != "key scale forgotten":
             key = key * bound.kv.key_scale[head]
-        if bound.kv.value_scale is not None:
+        if bound.kv.value_scale is not None and fault != "values rounded before their scale":
             value = value * bound.kv.value_scale[head]
         scores = self._scores(queries, key)
         seen = self._seen(queries.shape[0], kv_len, key.shape[0]).to(scores.device)
         scores = scores.masked_fill(~seen.unsqueeze(1), -math.inf)
         sink = None if bound.attn_sink is None else bound.attn_sink[heads]
         out, lse = self._softmax(scores, value, sink, bound.out.dtype)
+        if fault == "values rounded before their scale" and bound.kv.value_scale is not None:
+            out = out.to(bound.out.dtype).float() * bound.kv.value_scale[head]
         bound.out[rows, heads] = out.to(bound.out.dtype)
         assert bound.lse is not None
         bound.lse[rows, heads] = lse
