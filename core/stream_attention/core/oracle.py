@@ -66,14 +66,15 @@ def attention(
         `[batch, num_qo_heads, head_dim_qk]`, one query a request; or
         `[batch, qo_len, num_qo_heads, head_dim_qk]`. Any floating dtype, any strides.
     cache_or_kv: `PagedKVCache`, `ContiguousKVCache`, a pair `(k, v)` of
-        `[batch, kv_len, num_kv_heads, head_dim]`, or `k` alone with `v=`.
+        `[batch, kv_len, num_kv_heads, head_dim]`, any floating dtypes, or `k` alone with `v=`.
     causal: query i of a request sits at position `p = kv_len - qo_len + i` and sees tokens up to p.
         Without causal it sees tokens up to `p + window_right`, or all.
     window_left: tokens from `p - window_left` on. Inclusive; `None` = off.
     attn_sink: `[num_qo_heads]` logits; `exp(sink)` joins the denominator of a row that sees any
         token.
     attn_mask: broadcastable to `[batch, num_qo_heads, qo_len, capacity]`, bool (True = seen) or
-        additive (after the cap; `-inf` = not seen), for requests of equal `qo_len`.
+        additive (after the cap; `-inf` = not seen), for requests of equal `qo_len`. NaN or +inf
+        where a token is seen makes the row NaN.
 
     Returns `out`, fp64, of q's shape with `head_dim_vo`; with `return_lse` also `lse` fp64, natural
     log of the whole denominator, without the last axis. A row that sees no token: 0 and `-inf`,
@@ -93,6 +94,7 @@ def attention(
         logits_soft_cap=logits_soft_cap,
         attn_sink=attn_sink,
         attn_mask=attn_mask,
+        return_lse=return_lse,
     )
     with without_autocast(q.device):
         out, lse = _attention(call)
@@ -181,7 +183,7 @@ def masked_scores(
         mask = block.mask[chunk]
         if mask.dtype != torch.bool:
             bias = mask.to(dtype).reshape(mask.shape[0] * group, kv_len)
-            mask = mask > -math.inf
+            mask = mask != -math.inf  # NaN is no mask: its row is NaN
         visible = visible & mask
     visible = visible.reshape(visible.shape[0] * group, kv_len)
     live = visible.any(-1).nonzero().flatten()
@@ -210,7 +212,7 @@ def softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tens
     largest = scores.detach().amax(-1)  # it cancels, in the gradients too
     if sink is not None:
         largest = torch.maximum(largest, sink.detach())
-    largest = torch.where(largest.isfinite(), largest, 0.0)
+    largest = torch.where(largest == -math.inf, 0.0, largest)
     weights = torch.exp(scores - largest.unsqueeze(-1))
     total = weights.sum(-1)
     if sink is not None:

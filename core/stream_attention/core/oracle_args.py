@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from stream_attention.core.cache import ContiguousKVCache, PagedKVCache
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.ir import is_int
 from stream_attention.core.problem import MAX_WINDOW
+
+_FLOATING = "must be real and floating"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,10 +78,12 @@ def prepare(
     logits_soft_cap: float | None = None,
     attn_sink: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
+    return_lse: bool = False,
 ) -> OracleCall:
     """Check the arguments of `oracle.attention` and pack them; `ValueError` with every fault."""
     faults = Faults()
     cache = _check_cache(faults, cache_or_kv, v)
+    faults.require(isinstance(return_lse, bool), "return_lse", return_lse, "must be a bool", True)
     _check_options(faults, causal, sm_scale, window_left, window_right, logits_soft_cap)
     if cache is None or not _check_query(faults, q, cache, qo_indptr):
         faults.raise_if_any("oracle.attention")
@@ -90,17 +95,11 @@ def prepare(
         indptr = [request * (q.shape[1] if q.dim() == 4 else 1) for request in range(batch + 1)]
     _check_contents(faults, cache, indptr, q.flatten(0, -3).shape[0])
     heads, dim = q.shape[-2:]
-    if attn_sink is not None:
-        faults.require(
-            _is_dense(attn_sink)
-            and shape_of(attn_sink) == (heads,)
-            and attn_sink.device == q.device,
-            "attn_sink",
-            shape_of(attn_sink) if _is_dense(attn_sink) else attn_sink,
-            f"must be a tensor [{heads}] of logits on q's device",
-            (heads,),
-        )
-    mask = _expand_mask(faults, attn_mask, indptr, (batch, heads, capacity), q.device)
+    _check_sink(faults, attn_sink, q)
+    rows = None
+    if qo_indptr is None:
+        rows = q.shape[1] if q.dim() == 4 else 1
+    mask = _expand_mask(faults, attn_mask, (indptr, rows), (batch, heads, capacity), q.device)
     faults.raise_if_any("oracle.attention")
     return OracleCall(
         q=q.reshape(-1, heads, dim),
@@ -110,7 +109,7 @@ def prepare(
         causal=causal,
         window_left=None if window_left is None else min(window_left, MAX_WINDOW),
         window_right=None if window_right is None else min(window_right, MAX_WINDOW),
-        logits_soft_cap=logits_soft_cap,
+        logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
         attn_sink=attn_sink,
         attn_mask=mask,
         out_shape=(*q.shape[:-1], dim_vo),
@@ -152,15 +151,22 @@ def _check_cache(faults: Faults, cache: Any, v: Any) -> Any:
     ):
         return None
     key, value = cache
-    if not faults.require(
+    fits = True
+    for name, tensor in (("k", key), ("v", value)):
+        fits &= faults.require(
+            tensor.is_floating_point(), f"{name}.dtype", tensor.dtype, _FLOATING, "torch.float64"
+        )
+    fits &= faults.require(
+        key.device == value.device, "v.device", str(value.device), "must be k's device", key.device
+    )
+    fits &= faults.require(
         shape_of(key)[:3] == shape_of(value)[:3],
         "v.shape",
         shape_of(value),
         f"must equal k.shape {shape_of(key)} on all but the last axis",
         (*shape_of(key)[:3], value.shape[3]),
-    ):
-        return None
-    return (key, value)
+    )
+    return (key, value) if fits else None
 
 
 def _check_options(
@@ -259,7 +265,7 @@ def _check_query(faults: Faults, q: Any, cache: Any, indptr: Any) -> bool:
 
 
 def _check_contents(faults: Faults, cache: Any, indptr: list[int], total: int) -> None:
-    """Values: offsets rise from 0 to total, lengths fit, used page ids exist."""
+    """Values: offsets rise from 0 to total, lengths fit, used page ids exist, scales are scales."""
     rises = all(a <= b for a, b in itertools.pairwise(indptr))
     faults.require(
         rises and indptr[0] == 0 and indptr[-1] == total,
@@ -269,6 +275,12 @@ def _check_contents(faults: Faults, cache: Any, indptr: list[int], total: int) -
     )
     if isinstance(cache, tuple):
         return
+    for name in ("key_scale", "value_scale"):
+        scale = getattr(cache, name)
+        values = scale.reshape(-1).tolist() if isinstance(scale, torch.Tensor) else []
+        for index, value in enumerate(values):
+            holds = 0 < value < math.inf  # False for NaN
+            faults.require(holds, f"{name}[{index}]", value, "must be finite and > 0", 1.0)
     paged = isinstance(cache, PagedKVCache)
     table: Any = cache.page_table.tolist() if paged else None
     for request, counts in enumerate(token_counts(cache)):
@@ -294,18 +306,42 @@ def _check_contents(faults: Faults, cache: Any, indptr: list[int], total: int) -
                 break
 
 
+def _check_sink(faults: Faults, sink: Any, q: torch.Tensor) -> None:
+    """Form and values: a logit is finite, or -inf for no sink."""
+    if sink is None:
+        return
+    heads = q.shape[-2]
+    if faults.require(
+        _is_dense(sink) and shape_of(sink) == (heads,) and sink.device == q.device,
+        "attn_sink",
+        shape_of(sink) if _is_dense(sink) else type(sink).__name__,
+        f"must be a dense tensor [{heads}] of logits on q's device",
+        (heads,),
+    ) and faults.require(
+        sink.is_floating_point(), "attn_sink.dtype", sink.dtype, _FLOATING, "torch.float32"
+    ):
+        for head, value in enumerate(sink.tolist()):
+            rule = "must be a finite logit, or -inf for no sink"
+            faults.require(value < math.inf, f"attn_sink[{head}]", value, rule, -math.inf)
+
+
 def _expand_mask(
     faults: Faults,
     mask: Any,
-    indptr: list[int],
+    queries: tuple[list[int], int | None],
     extent: tuple[int, int, int],
     device: torch.device,
 ) -> torch.Tensor | None:
-    """`[batch, num_qo_heads, qo_len, capacity]`, or `None` without a mask."""
+    """`[batch, num_qo_heads, qo_len, capacity]`, or `None` without a mask.
+
+    queries: offsets of the requests, and the `qo_len` that q's shape says, requests or none.
+    """
     if mask is None:
         return None
     batch, heads, capacity = extent
-    counts = {b - a for a, b in itertools.pairwise(indptr)} or {0}
+    indptr, rows = queries
+    counts = {b - a for a, b in itertools.pairwise(indptr)} if rows is None else {rows}
+    counts = counts or {0}
     if not faults.require(
         len(counts) == 1, "attn_mask", sorted(counts), "needs requests of equal qo_len", "None"
     ):
