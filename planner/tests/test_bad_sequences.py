@@ -81,6 +81,57 @@ def test_prefill_points_a_call_with_gradients_to_train():
         stream_attn.prefill(**tensors)
 
 
+def test_prefill_refuses_to_drop_the_gradient_of_a_mask():
+    mask = torch.zeros(3, 6, requires_grad=True)
+    text = r"attn_mask\.requires_grad=True: a serving call returns no gradient; use stream_att"
+    with pytest.raises(ValueError, match=text):
+        stream_attn.prefill(**_sequences(), attn_mask=mask)
+    with torch.no_grad():
+        stream_attn.prefill(**_sequences(), attn_mask=mask)
+    assert stream_attn.train(**_sequences(), attn_mask=mask).requires_grad
+
+
+def test_prefill_validates_the_values_of_an_additive_mask():
+    mask = torch.zeros(2, 1, 3, 6)
+    mask[1, 0, 2, 3], mask[0, 0, 1, 5], mask[0, 0, 0, 0] = NAN, math.inf, -math.inf
+    sink = torch.tensor([0.0, NAN, 0.0, 0.0])
+    with pytest.raises(ValueError) as caught:
+        stream_attn.prefill(**_sequences(), attn_mask=mask, attn_sink=sink)
+    rule = "must be a finite number, or -inf for not seen"
+    for part in ("[0, 0, 1, 5]=inf", "[1, 0, 2, 3]=nan"):
+        assert f"attn_mask{part}: {rule}" in str(caught.value)
+    assert "attn_mask[0, 0, 0, 0]" not in str(caught.value)
+    assert "attn_sink[1]=nan: query head 1" in str(caught.value)
+    with pytest.raises(ValueError, match=r"attn_mask='18 faults': the first 8 are listed"):
+        stream_attn.prefill(**_sequences(), attn_mask=torch.full((3, 6), NAN))
+    stream_attn.prefill(**_sequences(), attn_mask=mask, validate=False)
+
+
+AT_ONCE = [
+    ({"dropout_p": 2, "sm_scale": "x"}, ["dropout_p=2: must be in [0, 1)", "sm_scale='x'"]),
+    (
+        {"generator": 3, "sm_scale": "x", "attn_mask": 3, "mode": "fast"},
+        ["generator='int'", "sm_scale='x'", "attn_mask='int'", "mode='fast'"],
+    ),
+    (
+        {"q": torch.zeros(3, 4, 16), "window_left": -1, "dropout_p": 1.0},
+        ["q.shape=(3, 4, 16)", "window_left=-1", "dropout_p=1.0"],
+    ),
+    (
+        {"attn_mask": torch.zeros(3, 5), "attn_sink": torch.zeros(3), "causal": 1},
+        ["attn_mask.shape=(3, 5)", "attn_sink.shape=(3,)", "causal=1: must be a bool"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("replaced", "parts"), AT_ONCE)
+def test_train_names_every_fault_at_once(replaced, parts):
+    with pytest.raises(ValueError) as caught:
+        stream_attn.train(**{**_sequences(), **replaced})
+    for part in parts:
+        assert str(caught.value).count(part) == 1, caught.value
+
+
 @pytest.mark.parametrize("value", [1.0, -0.1, NAN, "0.5"])
 def test_train_refuses_bad_dropout(value):
     with pytest.raises(ValueError, match=rf"dropout_p={value!r}: must be in \[0, 1\)"):

@@ -178,6 +178,43 @@ def test_sequences_of_no_request_or_no_token():
     assert not stream_attn.train(q, k, k).any()
 
 
+@pytest.mark.parametrize("function", [stream_attn.prefill, stream_attn.train])
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 2.0}], ids=str)
+@pytest.mark.parametrize("shape", [(7, 5), (0, 1, 7, 5), (1, 8, 1, 1)])
+def test_no_request_beside_a_mask_gives_no_row(function, options, shape):
+    q, k = torch.randn(0, 7, 8, 16), torch.randn(0, 5, 2, 16)
+    for mask in (torch.ones(shape, dtype=torch.bool), torch.zeros(shape)):
+        assert function(q, k, k, attn_mask=mask, **options).shape == q.shape
+        assert reference.attention(q, (k, k), attn_mask=mask, **options).shape == q.shape
+
+
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 2.0}], ids=str)
+def test_an_additive_mask_gets_a_gradient(options):
+    inputs = tensors()
+    mask, exact = (
+        torch.zeros(7, 11, dtype=d, requires_grad=True) for d in (torch.float32, torch.float64)
+    )
+    stream_attn.train(*inputs, attn_mask=mask, **options).square().sum().backward()
+    q, k, v = (t.double() for t in inputs)
+    reference.attention(q, (k, v), attn_mask=exact, **options).square().sum().backward()
+    torch.testing.assert_close(mask.grad.double(), exact.grad, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("function", [stream_attn.prefill, stream_attn.train])
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 9.0}], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_whose_mask_is_no_number_is_nan_as_in_the_oracle(function, options, value):
+    q, k, v = tensors()
+    mask = torch.zeros(7, 11)
+    mask[2, 1] = value
+    mask[0, 10] = value  # causal: not seen
+    unchecked = {"validate": False} if function is stream_attn.prefill else {}
+    out = function(q, k, v, attn_mask=mask, **options, **unchecked)
+    want = reference.attention(q, (k, v), attn_mask=mask, **options)
+    assert want[:, 2].isnan().all()
+    torch.testing.assert_close(out.double(), want, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 2.0}], ids=str)
 @pytest.mark.parametrize("function", [stream_attn.prefill, stream_attn.train])
 def test_autocast_rounds_neither_products_nor_results(function, options):
@@ -209,3 +246,23 @@ def test_a_serving_call_inside_a_transform_is_refused():
     q, k, v = tensors()
     with pytest.raises(ValueError, match=r"q='transformed': .* use stream_attention\.train"):
         torch.vmap(lambda q: stream_attn.decode(q, k, v)[0])(q.unsqueeze(0))
+
+
+@pytest.mark.parametrize("shapes", [((0, 5), 7), ((2, 5), 0), ((2, 0), 7)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("mask", [False, True])
+def test_every_input_of_rows_that_see_nothing_gets_a_gradient_of_zeros(shapes, options, mask):
+    (batch, qo_len), kv_len = shapes
+    q = torch.randn(batch, qo_len, 4, 16, requires_grad=True)
+    k = torch.randn(batch, kv_len, 2, 16, requires_grad=True)
+    v = torch.randn(batch, kv_len, 2, 8, requires_grad=True)
+    sink = torch.zeros(4, requires_grad=True)
+    inputs = [q, k, v, sink]
+    if mask:
+        inputs.append(torch.zeros(qo_len, kv_len, requires_grad=True))
+        options = {**options, "attn_mask": inputs[-1]}
+    out = stream_attn.train(q, k, v, attn_sink=sink, **options)
+    out = out[0] if isinstance(out, tuple) else out
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    for tensor, gradient in zip(inputs, gradients, strict=True):
+        assert torch.equal(gradient, torch.zeros_like(tensor))

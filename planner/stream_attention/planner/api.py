@@ -155,8 +155,10 @@ def prefill(
 
     q: `[batch, qo_len, num_qo_heads, head_dim]`; k, v: `[batch, kv_len, num_kv_heads, head_dim]`,
         any group size, value head_dim free. Causal is aligned bottom-right.
-    attn_mask: bool (True = seen) or additive float, broadcastable to
+    attn_mask: bool (True = seen) or additive float (-inf = not seen), broadcastable to
         `[batch, num_qo_heads, qo_len, kv_len]`, on top of the other masks.
+    validate: check the sink and an additive mask by value, with a sync each (skipped while a graph
+        is captured).
     """
     options: dict[str, Any] = {
         "sm_scale": sm_scale,
@@ -216,6 +218,11 @@ def train(
 
     Shapes and `attn_mask` are as in `prefill`. dropout_p: probability in `[0, 1)` that a weight is
     dropped, the others scaled by `1 / (1 - dropout_p)`. generator: source of its randomness.
+
+    Second derivatives exist where the route's do: `torch_math` has them (with `return_lse`, a cap
+    or `batch_invariant`), the fused kernels of `torch_sdpa` have none. Under `torch.compile` every
+    size decides the route: `mark_dynamic` on one raises torch's `ConstraintViolationError`; use
+    `maybe_mark_dynamic`.
     """
     options: dict[str, Any] = {
         "sm_scale": sm_scale,

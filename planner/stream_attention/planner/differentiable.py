@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 
 from stream_attention.core.backend_plan import AttentionBackendPlan, Rejection
 from stream_attention.core.cache_checks import require_dense
+from stream_attention.core.call_checks import check_grad
 from stream_attention.core.describe import Described, describe
 from stream_attention.core.device import device_facts
 from stream_attention.core.errors import Faults, UnsupportedProblem, shape_of
-from stream_attention.core.problem import AttentionProblem
+from stream_attention.core.problem import PROBLEM_RULES, AttentionProblem
 from stream_attention.core.registry import Registry, default_registry
+from stream_attention.core.validate import MAX_LISTED
 from stream_attention.core.validate import validate as validate_contents
 from stream_attention.planner.dispatch import (
     Candidate,
@@ -28,6 +32,9 @@ from stream_attention.planner.modes import PolicyIdentity, decide_with
 from stream_attention.planner.serve import Served, capturing, serve
 
 _OWN_RESULT = "out is given, and this route returns a tensor of its own; use out=None"
+_DROPOUT = next(rule for rule in PROBLEM_RULES if rule.parameter == "dropout_p")
+
+T = TypeVar("T")
 
 
 def run_prefill(
@@ -132,14 +139,17 @@ def prefill_problem(
     validate: bool,
     **options: Any,
 ) -> AttentionProblem:
-    """The checked problem of a prefill call."""
-    _check_sequences(q, k, v)
-    described = describe(q, k, v_cache=v, allocate=False, **options)
+    """The checked problem of a prefill call; `validate` looks at contents too, which syncs."""
+    faults = Faults()
+    fit = _check_sequences(faults, q, k, v)
+    if isinstance(attn_mask, torch.Tensor):
+        check_grad(faults, "attn_mask", attn_mask, "a serving call returns no gradient")
+    _check_mask(faults, attn_mask, (q, k) if fit else None)
+    described = _described(faults, fit, q, k, v, options)
     if validate:
-        validate_contents(described)
-    return dataclasses.replace(
-        described.problem, phase="prefill", mask=_mask_kind(attn_mask, described)
-    )
+        _check_bias(faults, attn_mask)
+        _with_faults(faults, lambda: validate_contents(described))
+    return dataclasses.replace(described.problem, phase="prefill", mask=_mask_kind(attn_mask))
 
 
 def train_problem(
@@ -152,16 +162,19 @@ def train_problem(
     **options: Any,
 ) -> AttentionProblem:
     """The checked problem of a train call; contents are not looked at, so nothing syncs."""
-    _check_sequences(q, k, v)
-    _check_generator(generator, q)
+    faults = Faults()
+    fit = _check_sequences(faults, q, k, v)
+    _check_mask(faults, attn_mask, (q, k) if fit else None)
+    _check_dropout(faults, dropout_p)
+    _check_generator(faults, generator, q)
     with torch.no_grad():  # gradients are what this call is for
-        described = describe(q, k, v_cache=v, allocate=False, **options)
+        described = _described(faults, fit, q, k, v, options)
     return dataclasses.replace(
         described.problem,
         phase="train",
         differentiable=True,
         dropout_p=dropout_p,
-        mask=_mask_kind(attn_mask, described),
+        mask=_mask_kind(attn_mask),
     )
 
 
@@ -214,33 +227,72 @@ def _refuse(ranking: Ranking, candidate: Candidate, error: UnsupportedProblem) -
     return dataclasses.replace(ranking, rejections=(*ranking.rejections, late))
 
 
-def _check_sequences(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    faults = Faults()
+def _with_faults(faults: Faults, check: Callable[[], T]) -> T:
+    """What `check` returns; one `ValueError` with `faults` and with what it raises."""
+    try:
+        found = check()
+    except ValueError as error:
+        try:
+            faults.raise_if_any("attention")
+        except ValueError as others:
+            raise ValueError(f"{others}\n{error}") from None
+        raise
+    faults.raise_if_any("attention")
+    return found
+
+
+def _described(faults: Faults, fit: bool, q: Any, k: Any, v: Any, options: Any) -> Described:
+    """The described call; one `ValueError` with `faults` and those that `describe` finds.
+
+    fit: `describe` can look at the sequences. Else it looks at the options that need none.
+    """
+    if not fit:
+        q = k = v = torch.empty(1, 1, 1, 1, dtype=torch.float32, device="meta")
+        options = {**options, "attn_sink": None, "out": None}
+    return _with_faults(faults, lambda: describe(q, k, v_cache=v, allocate=False, **options))
+
+
+def _check_sequences(faults: Faults, q: Any, k: Any, v: Any) -> bool:
+    fit = True
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if faults.require(
-            isinstance(tensor, torch.Tensor), name, type(tensor).__name__, "must be a torch.Tensor"
-        ) and require_dense(faults, name, tensor):
+        fit &= (
             faults.require(
+                isinstance(tensor, torch.Tensor),
+                name,
+                type(tensor).__name__,
+                "must be a torch.Tensor",
+            )
+            and require_dense(faults, name, tensor)
+            and faults.require(
                 tensor.dim() == 4,
                 f"{name}.shape",
                 shape_of(tensor),
                 "must be [batch, seq, heads, head_dim]",
                 f"{name}.unsqueeze(0)" if tensor.dim() == 3 else "rank 4",
             )
-    faults.raise_if_any("attention")
+        )
+    return fit
 
 
-def _mask_kind(mask: Any, described: Described) -> str | None:
-    """`"bool"`, `"additive"` or `None`; `ValueError` with every fault of the mask."""
+def _mask_kind(mask: torch.Tensor | None) -> str | None:
     if mask is None:
         return None
-    faults = Faults()
-    problem, q = described.problem, described.bound.q
-    full = (problem.batch, problem.num_qo_heads, problem.max_qo_len, problem.kv_capacity)
+    return "bool" if mask.dtype == torch.bool else "additive"
+
+
+def _check_mask(
+    faults: Faults, mask: Any, sequences: tuple[torch.Tensor, torch.Tensor] | None
+) -> None:
+    """Kind of a caller's mask; beside `(q, k)` its dtype, device and shape too."""
+    if mask is None:
+        return
     if not faults.require(
         isinstance(mask, torch.Tensor), "attn_mask", type(mask).__name__, "must be a torch.Tensor"
     ) or not require_dense(faults, "attn_mask", mask):
-        faults.raise_if_any("attention")
+        return
+    if sequences is None:
+        return
+    q, k = sequences
     faults.require(
         mask.dtype in (torch.bool, torch.float32, q.dtype),
         "attn_mask.dtype",
@@ -255,6 +307,7 @@ def _mask_kind(mask: Any, described: Described) -> str | None:
         "must be q's device",
         str(q.device),
     )
+    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     padded = (1,) * (4 - mask.dim()) + shape_of(mask)
     faults.require(
         mask.dim() <= 4 and all(m in (1, n) for m, n in zip(padded, full, strict=False)),
@@ -263,24 +316,41 @@ def _mask_kind(mask: Any, described: Described) -> str | None:
         "must broadcast to [batch, num_qo_heads, qo_len, kv_len]",
         full,
     )
-    faults.raise_if_any("attention")
-    return "bool" if mask.dtype == torch.bool else "additive"
 
 
-def _check_generator(generator: Any, q: torch.Tensor) -> None:
-    faults = Faults()
-    if generator is not None and faults.require(
+def _check_bias(faults: Faults, mask: torch.Tensor | None) -> None:
+    """Values of an additive mask: one of NaN or +inf makes its row NaN. Syncs."""
+    if mask is None or mask.dtype == torch.bool or mask.device.type == "meta":
+        return
+    where = (~(mask < float("inf"))).nonzero()
+    for index in where[:MAX_LISTED].tolist():
+        value, rule = float(mask[tuple(index)]), "must be a finite number, or -inf for not seen"
+        faults.add(f"attn_mask{index}", value, rule, "float('-inf')")
+    if len(where) > MAX_LISTED:
+        rule = f"the first {MAX_LISTED} are listed"
+        faults.add("attn_mask", f"{len(where)} faults", rule)
+
+
+def _check_dropout(faults: Faults, dropout_p: Any) -> None:
+    asked = SimpleNamespace(dropout_p=dropout_p, differentiable=True)
+    faults.require(_DROPOUT.holds(asked), "dropout_p", dropout_p, _DROPOUT.text, "0.0")
+
+
+def _check_generator(faults: Faults, generator: Any, q: Any) -> None:
+    if generator is None:
+        return
+    place = str(q.device) if isinstance(q, torch.Tensor) else "cpu"
+    if faults.require(
         isinstance(generator, torch.Generator),
         "generator",
         type(generator).__name__,
         "must be None or a torch.Generator on q's device",
-        f"torch.Generator({str(q.device)!r})",
-    ):
+        f"torch.Generator({place!r})",
+    ) and isinstance(q, torch.Tensor):
         faults.require(
             generator.device.type == q.device.type,
             "generator.device",
             str(generator.device),
             "must be q's device",
-            str(q.device),
+            place,
         )
-    faults.raise_if_any("attention")

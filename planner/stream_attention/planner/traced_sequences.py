@@ -7,6 +7,8 @@ traced into the graph. A call at fault raises while it is traced, inside the com
 
 from __future__ import annotations
 
+import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -22,15 +24,18 @@ from stream_attention.planner.differentiable import forms_of, prefill_problem, t
 from stream_attention.planner.dispatch import Ranking, rank, slower, unsupported, why_chosen
 from stream_attention.planner.modes import PolicyIdentity, decide
 from stream_attention.planner.traced import call_traced, sizes_of
-from stream_attention.planner.traced_checks import check_kinds, settled
+from stream_attention.planner.traced_checks import check_gradients, check_kinds, settled
 
 Names = tuple[str | None, str | None, int | None]
 Traced = tuple[torch.Tensor, torch.Tensor | None, AttentionInfo]
 
-# Decisions of traced calls, by the constant that names them in the graph: the compiler follows code
-# and fields of an object only where it can say how the object is reached.
-_APPLIED: dict[str, Callable[..., Any]] = {}
-_PROBLEMS: dict[str, AttentionProblem] = {}
+# Decisions of traced calls, `apply_N` and `problem_N` of decision N: the compiler follows code and
+# fields of an object only where it can say how the object is reached. Attributes of a module are
+# looked up when they are read; a dict is copied when a trace first sees it, without what the same
+# trace adds later. One entry for each route and problem that was ever traced.
+_DECIDED = types.ModuleType(f"{__name__}._DECIDED")
+_NUMBERED: dict[tuple[str, AttentionProblem], tuple[int, AttentionProblem]] = {}
+_NUMBERS = itertools.count()
 _WRITES = ""
 
 
@@ -46,7 +51,8 @@ def prefill_traced(
     options: dict[str, Any],
 ) -> Traced:
     """A prefill call in a graph: one operator, or the tensor code of a route that is applied."""
-    _check((q, k, v), {"attn_mask": attn_mask, "out": out}, {}, mode, names, flags, options)
+    given = {"attn_mask": attn_mask, "out": out}
+    _check((q, k, v), given, {}, mode, names, flags, options, serves=True)
     names, options = _settled(names, options)
     spec = _spec("prefill", q, k, v, attn_mask, 0.0, mode, names, out, options)
 
@@ -99,8 +105,12 @@ def _check(
     names: Names,
     flags: dict[str, Any],
     options: dict[str, Any],
+    serves: bool = False,
 ) -> None:
-    """What a spec cannot hold, and what would not be a constant."""
+    """What a spec cannot hold, and what would not be a constant.
+
+    serves: a call that returns no gradient, so nothing may want one.
+    """
     faults = Faults()
     for name, tensor in zip("qkv", qkv, strict=True):
         if not isinstance(tensor, torch.Tensor):
@@ -118,6 +128,9 @@ def _check(
         mode=mode,
         names={"policy_name": names[0], "model_id": names[1]},
     )
+    if serves:
+        wants = {"q": qkv[0], "key": qkv[1], "value": qkv[2], "attn_sink": options["attn_sink"]}
+        check_gradients(faults, {**wants, **tensors})
     faults.raise_if_any("attention")
 
 
@@ -148,8 +161,8 @@ def _served(
             return out, lse, _info(spec, refused)
         try:
             with torch.autocast(q.device.type, enabled=False):  # as there
-                out, lse = _APPLIED[name](
-                    _PROBLEMS[name],
+                out, lse = getattr(_DECIDED, f"apply_{name}")(
+                    getattr(_DECIDED, f"problem_{name}"),
                     q,
                     k,
                     v,
@@ -179,13 +192,9 @@ def _spec(
 ) -> tuple[Any, ...]:
     """Everything the decision depends on, as plain constants."""
     tensors = (q, k, v, attn_mask, options["attn_sink"], out)
-    gradients = torch.is_grad_enabled()
     return (
         kind,
-        tuple(
-            None if t is None else (sizes_of(t), t.dtype, t.requires_grad and gradients)
-            for t in tensors
-        ),
+        tuple(None if t is None else (sizes_of(t), t.dtype) for t in tensors),
         q.device,
         dropout_p,
         mode,
@@ -196,10 +205,8 @@ def _spec(
 
 @torch.compiler.assume_constant_result
 def _names(spec: tuple[Any, ...]) -> tuple[str, ...]:
-    """The routes in the order to try them: names in the tables, which get them and the problem, or
-    `_WRITES` for one that writes into a given tensor, which an operator call does.
-
-    All at once: the compiler looks at the tables as they were when it first saw them.
+    """The routes in the order to try them: numbers of `_DECIDED`, or `_WRITES` for one that writes
+    into a given tensor, which an operator call does.
     """
     _, problem, ranking = _ranked(spec)
     names = []
@@ -209,9 +216,17 @@ def _names(spec: tuple[Any, ...]) -> tuple[str, ...]:
             names.append(_WRITES)
             continue
         assert record.apply is not None
-        names.append(f"{record.route}: {problem!r}")
-        _APPLIED[names[-1]], _PROBLEMS[names[-1]] = record.apply, problem
+        names.append(_decided(record.route, record.apply, problem))
     return tuple(names)
+
+
+def _decided(route: str, apply: Callable[..., Any], problem: AttentionProblem) -> str:
+    """The number, as text, under which `_DECIDED` holds the decision."""
+    # Of threads that trace at once the first one's is everybody's; other numbers stay unused.
+    number, problem = _NUMBERED.setdefault((route, problem), (next(_NUMBERS), problem))
+    setattr(_DECIDED, f"problem_{number}", problem)
+    setattr(_DECIDED, f"apply_{number}", apply)  # a route may have been registered anew
+    return str(number)
 
 
 @torch.compiler.assume_constant_result
@@ -269,10 +284,7 @@ def _ranked(spec: tuple[Any, ...]) -> tuple[str, AttentionProblem, Ranking]:
     """Why the mode allows what, the problem, and the order of the routes."""
     kind, tensors, device, dropout_p, mode, names, options = spec
     q, k, v, mask, sink, out = (
-        None
-        if t is None
-        else torch.empty(t[0], dtype=t[1], device="meta", requires_grad=t[2] and kind == "prefill")
-        for t in tensors
+        None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in tensors
     )
     assert q is not None and k is not None and v is not None
     decision = decide(mode, PolicyIdentity(*names))

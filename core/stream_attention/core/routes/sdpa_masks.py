@@ -87,6 +87,14 @@ def both(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
     return a & b
 
 
-def empty_like_output(q: torch.Tensor, head_dim_vo: int) -> torch.Tensor:
-    """Zeros `[..., head_dim_vo]` that depend on `q` in the autograd graph, with zero gradient."""
-    return q.narrow(-1, 0, 0).sum(-1, keepdim=True).expand(*q.shape[:-1], head_dim_vo).contiguous()
+def empty_like_output(
+    q: torch.Tensor, head_dim_vo: int, *others: torch.Tensor | None
+) -> torch.Tensor:
+    """Zeros `[..., head_dim_vo]` that depend on `q` and `others` in the autograd graph, with zero
+    gradients, as those of inputs that rows do not see are elsewhere.
+    """
+    zeros = q.narrow(-1, 0, 0).sum(-1, keepdim=True)
+    for other in others:
+        if other is not None and other.dtype.is_floating_point:
+            zeros = zeros + other.flatten().narrow(0, 0, 0).sum().to(q.dtype)
+    return zeros.expand(*q.shape[:-1], head_dim_vo).contiguous()

@@ -79,7 +79,7 @@ def _apply(
     outs, lses = [], []
     begin = qo_len if batch == 0 else begin
     if begin or qo_len == 0:
-        nothing = empty_like_output(q[:, :begin], dim)
+        nothing = empty_like_output(q[:, :begin], dim, k, v, attn_sink, attn_mask)
         outs.append(nothing.to(out_dtype))
         lses.append(nothing[..., 0].to(torch.float32) + _NEG_INF)
     for first in range(begin, qo_len, step):
@@ -104,12 +104,19 @@ def _block(
     q, k, v = qkv
     batch, qo_len, heads, _ = q.shape
     kv_len, kv_heads, count = k.shape[1], k.shape[2], rows[1] - rows[0]
+    group = heads // kv_heads
     dtype = torch.promote_types(q.dtype, torch.float32)
     lo, hi = key_range(problem, rows[0], rows[1] - 1, qo_len, kv_len)
-    queries = q[:, rows[0] : rows[1]].to(dtype).unflatten(2, (kv_heads, -1))
+    queries = q[:, rows[0] : rows[1]].to(dtype)
+    if abs(problem.sm_scale) <= 1:  # whichever way a product is no float32 where the score is
+        queries = queries * problem.sm_scale
+    # Not `unflatten`: the compiler cannot trace it under a default device.
+    queries = queries.reshape(batch, count, kv_heads, group, q.shape[3])
     queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * n, D]
     keys, values = (x[:, lo:hi].to(dtype).transpose(1, 2) for x in (k, v))
-    scores = (queries @ keys.transpose(2, 3)) * problem.sm_scale
+    scores = queries @ keys.transpose(2, 3)
+    if abs(problem.sm_scale) > 1:
+        scores = scores * problem.sm_scale
     scores = scores.view(batch, heads, count, hi - lo)
     if problem.logits_soft_cap is not None:
         scores = problem.logits_soft_cap * torch.tanh(scores / problem.logits_soft_cap)
@@ -128,8 +135,8 @@ def _block(
         weights = weights * torch.empty_like(weights).bernoulli_(keep, generator=generator) / keep
     lse = (largest + torch.log(total)).masked_fill(empty, _NEG_INF)
     weights = weights / total.unsqueeze(-1)
-    out = weights.view(batch, kv_heads, -1, hi - lo) @ values
-    out = out.view(batch, heads, count, -1).transpose(1, 2)
+    out = weights.view(batch, kv_heads, group * count, hi - lo) @ values
+    out = out.view(batch, heads, count, v.shape[3]).transpose(1, 2)
     return out, lse.transpose(1, 2)
 
 

@@ -74,7 +74,7 @@ def apply_sdpa(
     qo_len, kv_len = q.shape[1], k.shape[1]
     skip = empty_prefix(problem, qo_len, kv_len)
     if skip == qo_len or q.shape[0] == 0:
-        return empty_like_output(q, v.shape[3]), None
+        return empty_like_output(q, v.shape[3], k, v, attn_sink, attn_mask), None
     rows = (skip, qo_len)
     is_causal, visible = _visibility(problem, rows, qo_len, kv_len, attn_mask, q.device)
     bias = None
