@@ -367,16 +367,12 @@ def test_a_new_peer_arrives_in_a_module_of_its_own(tmp_path, monkeypatch):
         "        return Work(run, output=lambda: kept[0])\n"
         "    return [work(pool) for pool in pools]\n"
     )
-    (tmp_path / "broken_peers.py").write_text("raise RuntimeError('no driver')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    registry = contenders_lib.load_peers(["my_peers", "broken_peers", "absent_peers"])
+    registry = contenders_lib.load_peers(["my_peers"])
     try:
         assert row_of(registry.peers["mine_by_module"]).outcome == "ok"
-        assert registry.missing["broken_peers"] == "RuntimeError: no driver"
-        assert "No module named 'absent_peers'" in registry.missing["absent_peers"]
     finally:
         registry.peers.pop("mine_by_module", None)
-        registry.missing.clear()
         sys.modules.pop("my_peers", None)
 
 

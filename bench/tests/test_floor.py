@@ -72,3 +72,18 @@ def test_a_measured_curve_has_times_for_its_sizes():
     assert seen == [MIB] and [point.num_bytes for point in curve.points] == [MIB]
     assert curve.method == "cpu_cold" and curve.points[0].us > 0
     assert 0.1 < curve.best_gb_per_s < 2000
+
+
+@pytest.mark.parametrize("names", [("slow", "fast"), ("fast", "slow")])
+def test_the_best_launch_shape_at_each_size_makes_the_curve(monkeypatch, names):
+    us = {"slow": (9.0, 8.0, 9.5), "fast": (5.0, 3.0, 6.0)}
+    made = []
+
+    def time_shapes(slices, device, replays):
+        made.append((slices[0].numel() * 4, replays))
+        return {name: Timing(us[name], "cuda_graph_cold") for name in names}
+
+    monkeypatch.setattr(floor, "_time_shapes", time_shapes)
+    curve = floor.measure_read_curve([MIB], torch.device("cpu"), replays=7)
+    assert curve.points == (ReadPoint(MIB, 5.0, "fast"),)
+    assert made == [(MIB, 7)] and curve.method == "cuda_graph_cold"

@@ -1,5 +1,6 @@
 """Isolated workers: rows are merged, and a crash costs only the rows that it prevented."""
 
+import dataclasses
 import pathlib
 import sys
 import time
@@ -52,6 +53,52 @@ def test_a_worker_is_this_command_with_one_contender(tmp_path):
         f"--json={path}",
         "--noisolate",
     ]
+
+
+def test_what_ends_the_users_flags_does_not_end_the_overrides(tmp_path):
+    command = isolate.worker_command(contender("sdpa"), ["--batch=2", "--"], tmp_path / "x.json")
+    assert "--" not in command and command[3] == "--batch=2" and command[-1] == "--noisolate"
+
+
+def skipping(name, path, tmp_path):
+    """The command of a worker that skips the first case and runs the second."""
+    run = worker_run(name, 2)
+    skipped = dataclasses.replace(run.cases[0], rows=(), skipped="lengths=8: 9 GiB; use 4")
+    results.write_json(dataclasses.replace(run, cases=(skipped, run.cases[1])), tmp_path / name)
+    return python(f"import shutil; shutil.copy({str(tmp_path / name)!r}, {str(path)!r})")
+
+
+def test_a_contender_whose_worker_skipped_a_case_keeps_its_row_and_the_reason(tmp_path):
+    def command(entry, arguments, path):
+        if entry.name == "small":
+            return skipping("small", path, tmp_path)
+        results.write_json(worker_run("good", 2), tmp_path / "good")
+        return python(f"import shutil; shutil.copy({str(tmp_path / 'good')!r}, {str(path)!r})")
+
+    entries = [contender("small"), contender("good")]
+    first, second = isolate.run_workers(entries, CASES, CURVE, [], seconds=30, command=command)
+    assert [(row.contender, row.outcome) for row in first.rows] == [
+        ("small", "unsupported"),
+        ("good", "ok"),
+    ]
+    assert first.rows[0].reasons == ("its worker skipped the case: lengths=8: 9 GiB; use 4",)
+    assert first.skipped == "" and first.rotation_bytes == 5
+    assert [row.outcome for row in second.rows] == ["ok", "ok"]
+
+
+def test_a_case_that_every_worker_skipped_is_skipped_and_one_that_some_lost_is_not(tmp_path):
+    def command(entry, arguments, path):
+        return python("") if entry.name == "lost" else skipping(entry.name, path, tmp_path)
+
+    names = ["a", "b"], ["a", "lost"]
+    every, some = (
+        isolate.run_workers(
+            [contender(name) for name in group], CASES, CURVE, [], seconds=30, command=command
+        )[0]
+        for group in names
+    )
+    assert every.skipped == "lengths=8: 9 GiB; use 4" and every.rows == ()
+    assert some.skipped == "" and [row.outcome for row in some.rows] == ["unsupported", "failed"]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import pytest
 import torch
 from absl import flags
 
-from stream_attention.bench import output, paged_decode, results
+from stream_attention.bench import contenders, paged_decode, results
 from stream_attention.bench.cases import SUITES
 from stream_attention.bench.results import Row
+from stream_attention.bench.timing import Timing
 
 TINY = ["--batch=2", "--lengths=40,17", "--num_qo_heads=4", "--num_kv_heads=2", "--head_dim=16"]
 QUICK = ["--device=cpu", "--warm", "--replays=3"]
@@ -176,42 +177,46 @@ def test_only_our_own_broken_routes_fail_the_run():
             self.rows = rows
 
     broken = ("failed", ("why",))
-    assert paged_decode.exit_status(Fake(Row("a", "peer", *broken))) == 0
-    assert paged_decode.exit_status(Fake(Row("a", "route", "unsupported", ("why",)))) == 0
+    timed = Row("b", "peer", "ok", (), Timing((1.0,), "cpu_warm"))
+    assert paged_decode.exit_status(Fake(timed, Row("a", "peer", *broken))) == 0
+    assert paged_decode.exit_status(Fake(timed, Row("a", "route", "unsupported", ("why",)))) == 0
+    assert paged_decode.exit_status(Fake(timed, Row("a", "route", *broken))) == 1
+    assert paged_decode.exit_status(Fake(timed, Row("a", "route", "wrong", ("why",)))) == 1
     assert paged_decode.exit_status(Fake(Row("a", "route", *broken))) == 1
-    assert paged_decode.exit_status(Fake(Row("a", "route", "wrong", ("why",)))) == 1
+    assert paged_decode.exit_status(Fake(Row("a", "route", "unsupported", ("why",)))) == 3
+    assert paged_decode.exit_status(Fake(Row("a", "peer", *broken))) == 3
 
 
-@pytest.mark.parametrize("name", ["", "folder", "file/x.json", "/proc/none/x.json"])
-def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, name):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").touch()
-    text = str(tmp_path / name) if name else name
-    with pytest.raises(ValueError, match=r"--json='.*': must (name a file|be writable)"):
-        output.output_path(text)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device serves the route")
+def test_a_run_that_times_nothing_ends_with_3_and_says_so(capsys):
+    status, out, err = run(capsys, *QUICK, *TINY, "--routes=triton", "--peers=none")
+    assert status == 3 and "triton: unsupported: " in out
+    assert "paged_decode: nothing was measured: no contender was timed in any case" in err
 
 
-def test_writing_keeps_links_and_devices(tmp_path):
-    target, link = tmp_path / "target.json", tmp_path / "link.json"
-    link.symlink_to(target)
-    output.write_text(link, "new")
-    assert link.is_symlink() and target.read_text() == "new"
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    output.write_text(output.output_path(str(pipe)), "piped")
-    assert os.read(reader, 10) == b"piped" and pipe.is_fifo()
-    os.close(reader)
-    assert {path.name for path in tmp_path.iterdir()} == {"target.json", "link.json", "pipe"}
+def test_a_run_whose_only_case_is_skipped_ends_with_3(capsys):
+    huge = ["--batch=1", "--lengths=2147483647", "--routes=torch", "--peers=none"]
+    status, out, err = run(capsys, *QUICK, *huge)
+    assert status == 3 and "skipped: lengths=" in out and "nothing was measured" in err
 
 
-def test_an_interrupted_run_ends_with_130_and_says_so(capsys, monkeypatch):
-    def interrupt(job):
-        raise KeyboardInterrupt
+def test_a_peer_with_the_name_of_a_route_is_refused(capsys, monkeypatch):
+    registry = contenders.load_peers()
+    usurper = contenders.Contender("torch", "peer", lambda case, pools, device: [])
+    monkeypatch.setitem(registry.peers, "torch", usurper)
+    status, out, err = run(capsys, *QUICK, *TINY)
+    assert (status, out) == (2, "")
+    assert "name='torch': a contender of that name is registered; rename it" in err
 
-    monkeypatch.setattr(paged_decode, "run_all", interrupt)
-    status, _, stderr = run(capsys, *TINY, *QUICK)
-    assert (status, stderr) == (130, "paged_decode: interrupted\n")
+
+def test_a_module_of_contenders_that_fails_to_import_ends_the_run(capsys, monkeypatch, tmp_path):
+    (tmp_path / "broken_peers.py").write_text("raise RuntimeError('no driver')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    named = "--contender_modules=broken_peers,absent_peers"
+    status, out, err = run(capsys, *QUICK, *TINY, named)
+    assert (status, out) == (2, "")
+    for name, why in (("broken", "RuntimeError: no driver"), ("absent", "ModuleNotFoundError")):
+        assert f"--contender_modules='{name}_peers': must be a module that imports; {why}" in err
 
 
 def test_the_module_runs_as_a_program_without_matplotlib():
@@ -237,6 +242,7 @@ def test_help_shows_the_flags():
         text=True,
         env=child_environment(),
     )
+    assert done.returncode == 0 and done.stderr == ""
     names = ("--batch", "--lengths", "--[no]isolate", "--json")
     for name in (*names, "--kv_dtype", "--cache", "--capacity", "--[no]batch_invariant"):
         assert f"  {name}:" in done.stdout

@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from stream_attention.bench import report, results
+from stream_attention.bench import report, results, summary
 from stream_attention.bench.cases import DecodeCase
 from stream_attention.bench.check import Check
 from stream_attention.bench.floor import ReadCurve, ReadPoint
@@ -89,6 +89,14 @@ def test_ratios_use_medians_and_the_best_correct_peer():
     assert result(ROWS[0], ROWS[3]).speed_up(ours) is None
 
 
+def test_a_wrong_row_is_neither_the_best_peer_nor_the_fastest():
+    rows = [Row(f"{kind} liar", kind, "wrong", ("no",), timing(1.0)) for kind in ("peer", "route")]
+    found = result(*rows, *ROWS)
+    assert found.best_peer() is ROWS[1] and found.speed_up(ROWS[0]) == pytest.approx(2.5)
+    assert report.fastest_row(found) is ROWS[0]
+    assert summary.timed_row(found, "peer liar") is None
+
+
 def test_table_shows_time_floor_speed_up_error_memory_and_outcome():
     line = cells(printed(result(*ROWS)), "ours")
     shown = ("ours (2 splits)", "100 [94.0 – 106] us", " 3 ", "2.00", "20.0", "2.50 ×")
@@ -112,9 +120,20 @@ def test_a_narrow_terminal_keeps_time_and_outcome():
 def test_method_and_checked_rows_are_stated():
     text = printed(result(*ROWS))
     assert "method: wall clock, cold L3, 64 MiB of KV in rotation" in text
-    assert "checked against the fp64 oracle: 2 of 2 rows" in text
+    oracle = "checked against the fp64 oracle: 2 of 2 rows of the first pool and of the last; "
+    assert f"{oracle}all rows of all 2 pools: finite, and written when timed" in text
+    assert "untimed" not in text
     assert "too small to leave the cache" not in text
     assert "too small to leave the cache" in printed(result(*ROWS, cold=False))
+
+
+def test_one_pool_is_checked_as_a_whole_and_a_shared_output_is_stated():
+    one = dataclasses.replace(ROWS[0], timing=Timing((1.0,), "cpu_warm"))
+    assert "oracle: 2 of 2 rows; all rows: finite, and written when timed" in printed(result(one))
+    shared = dataclasses.replace(ROWS[1], check=dataclasses.replace(CHECK, rerun=True))
+    text = printed(result(ROWS[0], shared))
+    assert "gather: one output for all pools: checked after a run of each, untimed" in text
+    assert "ours: one output" not in text
 
 
 def test_a_skipped_case_says_why():
@@ -143,7 +162,7 @@ def full_run():
 
 
 def test_json_reads_back_equal_and_keeps_raw_samples(tmp_path):
-    path = tmp_path / "deep" / "run.json"
+    path = tmp_path / "run.json"
     results.write_json(full_run(), path)
     data = json.loads(path.read_text())
     assert results.from_json(data) == full_run()

@@ -2,21 +2,21 @@
 
 No GPU is needed: Triton compiles ahead of time for a named target. The arguments are those that a
 launch of the route would pass, so the table of tiles is what is tested.
+
+Triton decides when it is imported whether it compiles or interprets, so it is imported by the tests
+and not here: other files of one process ask for the interpreter when they are collected.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from stream_attention.core.device import DeviceFacts
-from stream_attention.core.routes import triton_kernels, triton_merge, triton_route
 from stream_attention.core.testing.checks import bind
 from stream_attention.core.testing.problems import Case, build
 
@@ -60,7 +60,20 @@ _POINTER = {
 }
 
 
-def _launch(name: str) -> triton_route.TritonLaunch:
+@pytest.fixture(autouse=True)
+def compiler() -> None:
+    """An error where another file of this process has asked for Triton's interpreter."""
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        pytest.fail(
+            "TRITON_INTERPRET='1': the interpreter compiles nothing, and another test file turned "
+            "it on; run this file in a process of its own",
+            pytrace=False,
+        )
+
+
+def _launch(name: str) -> Any:
+    from stream_attention.core.routes import triton_route
+
     built = build(CASES[name], 0)
     described = bind(built, batch_invariant=name in INVARIANT)
     device = DeviceFacts(type="cpu", num_sms=132)
@@ -69,6 +82,10 @@ def _launch(name: str) -> triton_route.TritonLaunch:
 
 def _compile(kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], capability: int) -> Any:
     """What `kernel[grid](*args, **meta)` would compile on a device of that capability."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     meta = dict(meta)
     options = {key: meta.pop(key) for key in ("num_warps", "num_stages") if key in meta}
     names = kernel.arg_names
@@ -97,6 +114,8 @@ def _compile(kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], capabilit
 @pytest.mark.parametrize("capability", sorted(SHARED_LIMIT))
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_attention_compiles_and_fits(name: str, capability: int) -> None:
+    from stream_attention.core.routes import triton_kernels
+
     launch = _launch(name)
     compiled = _compile(
         triton_kernels.attention_split, launch._split_args, launch._split_meta, capability
@@ -110,6 +129,8 @@ def test_attention_compiles_and_fits(name: str, capability: int) -> None:
 
 @pytest.mark.parametrize("capability", sorted(SHARED_LIMIT))
 def test_schedule_and_merge_compile(capability: int) -> None:
+    from stream_attention.core.routes import triton_kernels, triton_merge
+
     launch = _launch("decode_d128")
     assert launch.config.schedule == "scan"
     for kernel, (args, meta) in (
@@ -122,6 +143,8 @@ def test_schedule_and_merge_compile(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", sorted(SHARED_LIMIT))
 def test_merge_of_fixed_splits_compiles(capability: int) -> None:
+    from stream_attention.core.routes import triton_merge
+
     launch = _launch("batch_invariant_not_causal")
     args, meta = launch._merge_args
     compiled = _compile(triton_merge.merge_slots, args, meta, capability)
@@ -143,6 +166,8 @@ def test_cases_cover_every_schedule() -> None:
 
 def _specialization(name_of_case: Case, **options: Any) -> tuple[Any, ...]:
     """What Triton's cache key holds of a launch: constants, and the class of every argument."""
+    from stream_attention.core.routes import triton_kernels, triton_route
+
     described = bind(build(name_of_case, 0), **options)
     device = DeviceFacts(type="cpu", num_sms=132)
     launch = triton_route.TritonLaunch(described.problem, device, described.bound)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from stream_attention.bench import formulas
@@ -173,6 +174,15 @@ def _choice(name: str, choices: tuple[str, ...]) -> Rule:
 
 CASE_RULES = (
     _count("batch", 1),
+    Rule(
+        "lengths",
+        "must be a Lengths",
+        lambda c: isinstance(c.lengths, Lengths),
+        lambda c: f"parse_lengths({str(4096 if c.lengths is None else c.lengths)!r})",
+    ),
+    Rule(
+        "label", "must be a str", lambda c: isinstance(c.label, str), lambda c: repr(str(c.label))
+    ),
     _count("num_qo_heads", 32),
     _count("num_kv_heads", 8),
     _count("page_size", 16),
@@ -221,10 +231,15 @@ _CAPACITY_RULES = (
         lambda c: (
             c.capacity is None or (is_int(c.capacity) and c.capacity == c.max_tokens >= _longest(c))
         ),
-        lambda c: -(-max(c.capacity, _longest(c), 1) // c.page_size) * c.page_size,
+        lambda c: -(-max(_whole(c.capacity), _longest(c), 1) // c.page_size) * c.page_size,
         lambda c: f"{c.capacity} with longest length {_longest(c)}, page_size={c.page_size}",
     ),
 )
+
+
+def _whole(number: object) -> int:
+    """`number` rounded up; 0 for what is none."""
+    return math.ceil(number) if isinstance(number, (int, float)) else 0
 
 
 def _longest(case: DecodeCase) -> int:

@@ -1,5 +1,7 @@
 """The oracle check of a run: sampled requests against fp64, every row for being written at all.
 
+The oracle judges the first pool and the last, and every output is looked at: a plan bound to the
+wrong pool would pass a check of one, and a call that does nothing would pass a check of the ends.
 Requests are checked whole (all their rows and heads) by the project's one tolerance. The longest is
 always among them, then the shortest; how many more is bounded by the oracle's work, so that a cell
 of 2 GiB is checked in seconds and bounded memory.
@@ -12,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from stream_attention.bench.contenders import Work
 from stream_attention.bench.pools import Pool
 from stream_attention.core.cache import KVCache, PagedKVCache
 from stream_attention.core.testing.golden import Golden, golden
@@ -29,7 +32,8 @@ class Check:
 
     ok: within the tolerance and every row written. Errors are `None` where a fault was found before
     they were computed. rows_checked of rows: against the oracle.
-    message: what is wrong, "" when nothing is.
+    message: what is wrong, "" when nothing is. rerun: the calls share one output, which holds the
+    last result only, so each was judged after a run of its own that was not timed.
     """
 
     ok: bool
@@ -40,6 +44,7 @@ class Check:
     rows_checked: int
     rows: int
     message: str = ""
+    rerun: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,18 +58,9 @@ class Expected:
     def verdict(self, out: torch.Tensor) -> Check:
         """Judge `out` `[batch * q_len, num_qo_heads, head_dim]`. Syncs."""
         case = self.pool.case
-        shape = tuple(self.pool.q.shape)
-        if tuple(out.shape) != shape or out.dtype != self.pool.q.dtype:
-            return self._failed(
-                f"output is {tuple(out.shape)} {out.dtype}, want {shape} {self.pool.q.dtype}"
-            )
-        finite = out.isfinite().flatten(1).all(1)
-        if not bool(finite.all()):
-            first = int((~finite).nonzero()[0])
-            return self._failed(
-                f"{int((~finite).sum())} of {case.num_rows} rows hold NaN, Inf or poison that was "
-                f"not overwritten, first row {first}"
-            )
+        fault = form_fault(out, self.pool) or unwritten(out)
+        if fault:
+            return failed(self.pool, fault)
         rows = _rows(self.requests, case.q_len)
         got = out[rows.to(out.device)]
         want = self.golden
@@ -87,8 +83,80 @@ class Expected:
             message="" if result.ok else str(result),
         )
 
-    def _failed(self, message: str) -> Check:
-        return Check(False, None, None, None, None, 0, self.pool.case.num_rows, message)
+
+def failed(pool: Pool, message: str) -> Check:
+    """A verdict without numbers: what is wrong was found before any were computed."""
+    return Check(False, None, None, None, None, 0, pool.case.num_rows, message)
+
+
+def form_fault(out: torch.Tensor, pool: Pool) -> str:
+    """What is wrong with shape and dtype of an output; "" when nothing is."""
+    shape, dtype = tuple(pool.q.shape), pool.q.dtype
+    if tuple(out.shape) == shape and out.dtype == dtype:
+        return ""
+    return f"output is {tuple(out.shape)} {out.dtype}, want {shape} {dtype}"
+
+
+def unwritten(out: torch.Tensor) -> str:
+    """Which rows of an output are not finite; "" when all are. Syncs."""
+    finite = out.isfinite().flatten(1).all(1)
+    if bool(finite.all()):
+        return ""
+    first = int((~finite).nonzero()[0])
+    return (
+        f"{int((~finite).sum())} of {len(out)} rows hold NaN, Inf or poison that was not "
+        f"overwritten, first row {first}"
+    )
+
+
+def judge_timed(
+    works: Sequence[Work], pools: Sequence[Pool], expected: Sequence[Expected]
+) -> Check:
+    """The verdict on timed runs over outputs that were poisoned before them, one work a pool.
+
+    Every output: shape, dtype, and finite, with one sync for all. `expected` judges the first and
+    the last.
+    """
+    outs = [work.result() for work in works]
+    fault = _fault_of_any(outs, pools)
+    if fault is not None:
+        return fault
+    if len({out.data_ptr() for out in outs}) < len(outs):
+        return _judge_shared(works, pools, expected)
+    return worst([e.verdict(out) for e, out in zip(expected, (outs[0], outs[-1]), strict=False)])
+
+
+def _fault_of_any(outs: Sequence[torch.Tensor], pools: Sequence[Pool]) -> Check | None:
+    """The first output of a wrong form or with a row that was not written; `None` without one."""
+    forms = (form_fault(out, pool) for out, pool in zip(outs, pools, strict=True))
+    faults = [(index, fault) for index, fault in enumerate(forms) if fault]
+    if not faults:
+        finite = torch.stack([out.isfinite().all() for out in outs]).tolist()
+        faults = [(i, unwritten(outs[i])) for i, whole in enumerate(finite) if not whole]
+    if not faults:
+        return None
+    index, fault = faults[0]
+    where = f"pool {index + 1} of {len(pools)}: " if len(pools) > 1 else ""
+    return failed(pools[index], f"{where}{fault}")
+
+
+def _judge_shared(
+    works: Sequence[Work], pools: Sequence[Pool], expected: Sequence[Expected]
+) -> Check:
+    """As `judge_timed` where an output is shared: each work is run once more, on poison."""
+    by_pool = {id(e.pool): e for e in expected}
+    verdicts = []
+    for index, (work, pool) in enumerate(zip(works, pools, strict=True)):
+        work.poison()
+        work.run()
+        out = work.result()
+        if id(pool) in by_pool:
+            verdicts.append(by_pool[id(pool)].verdict(out))
+            continue
+        fault = form_fault(out, pool) or unwritten(out)
+        if fault:
+            verdicts.append(failed(pool, f"pool {index + 1} of {len(pools)}: {fault}"))
+    return replace(worst(verdicts), rerun=True)
 
 
 def worst(checks: Sequence[Check]) -> Check:

@@ -9,11 +9,12 @@ module named by `--contender_modules`; importing the module registers them:
         return [Work(run=..., out=...) for pool in pools]
 
 A build returns one `Work` a pool, with plans made and outputs allocated: `run` only does the work.
-It says that it cannot serve a case by `supports`, or by raising `NotImplementedError`.
+It says that it cannot serve a case by `supports`; a peer may raise `NotImplementedError` too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ import torch
 
 from stream_attention.bench.cases import DecodeCase
 from stream_attention.bench.pools import Pool
+from stream_attention.core.errors import Faults
 
 KINDS = ("route", "peer")
 
@@ -38,7 +40,8 @@ class Work:
     """One bound problem: `run()` writes `out` `[batch * q_len, num_qo_heads, head_dim]`.
 
     output: where `run()` returns the result in a fresh tensor, `out` is `None` and `output()` gives
-    the latest one. note: what the contender chose, such as a number of splits.
+    the latest one. note: what the contender chose, such as a number of splits. Each work should
+    have an output of its own: a shared one holds the last result only when the timed runs are over.
     """
 
     run: Callable[[], Any]
@@ -54,9 +57,15 @@ class Work:
         return self.output()
 
     def poison(self) -> None:
-        """Fill the output with NaN, so that an element that is not written shows."""
+        """Fill the output with NaN, so that an element that is not written shows.
+
+        A fresh output is filled too: a run that makes none leaves the old one, and that shows.
+        """
         if self.out is not None:
             self.out.fill_(float("nan"))
+            return
+        with contextlib.suppress(Exception):  # before its first run it has none
+            self.result().fill_(float("nan"))
 
 
 Build = Callable[[DecodeCase, Sequence[Pool], torch.device], Sequence[Work]]
@@ -154,13 +163,37 @@ def peer(
 
 
 def load_peers(modules: Iterable[str] = ()) -> PeerRegistry:
-    """Every peer of `stream_attention.bench.peers` and of `modules`."""
+    """Every peer of `stream_attention.bench.peers` and of `modules`.
+
+    A module of ours that fails to import is missing with its reason. One that the user named is
+    what the run is about: `ValueError` with all of those.
+    """
     from stream_attention.bench import peers
 
     found = [f"{peers.__name__}.{entry.name}" for entry in pkgutil.iter_modules(peers.__path__)]
-    for module in (*sorted(found), *modules):
+    for module in sorted(found):
         _DEFAULT.load(module)
+    faults = Faults()
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except (Exception, SystemExit) as error:
+            faults.add(
+                "--contender_modules",
+                module,
+                f"must be a module that imports; {type(error).__name__}: {error}",
+                "the name of one on PYTHONPATH, or leave it out",
+            )
+    faults.raise_if_any()
     return _DEFAULT
+
+
+def join_names(*groups: Iterable[Contender]) -> dict[str, Contender]:
+    """Contenders of all groups by name; a name that is taken raises `ValueError`."""
+    registry = PeerRegistry()
+    for contender in (entry for group in groups for entry in group):
+        registry.add(contender)
+    return registry.peers
 
 
 def choose(

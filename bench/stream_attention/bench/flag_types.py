@@ -18,16 +18,25 @@ MAX_COUNT = 2**31 - 1
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """For `app.run(main, flags_parser=...)`: exit status 2 for a bad flag, as for bad values.
 
-    absl's own parser ends with 1, which means a failed route here.
+    absl's own parser ends with 1, which means a failed route here, and so do its help flags, which
+    are no failure.
     """
     # --help shows the key flags of the program; these were defined on its behalf by this module.
     for flag in flags.FLAGS.flags_by_module_dict().get(__name__, ()):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     try:
         return list(flags.FLAGS(argv))
+    except SystemExit:
+        sys.exit(0)  # nothing but a help flag ends the process while flags are parsed
     except flags.Error as error:
         sys.stderr.write(f"{Path(argv[0]).stem}: {error}\nuse --help to see the flags\n")
         sys.exit(2)
+
+
+def refuse_arguments(argv: Sequence[str]) -> None:
+    """`ValueError` for what is left beside the program's name once flags are parsed."""
+    if len(argv) > 1:
+        raise ValueError(f"argument {argv[1]!r}: only flags are taken, as --name=value; use --help")
 
 
 class CountParser(flags.ArgumentParser):

@@ -6,8 +6,10 @@
 The backend does nothing, so what is timed is the engine alone: `plan.run()`, `plan()` with and
 without validation, and the import in a fresh process over `import torch`. These rows need no GPU.
 Where the route `sm90_decode` can run, its `plan.run()` is timed too, over requests without tokens,
-as a whole and in its two parts; elsewhere the row says why it is missing. Exit status 1 when a bar
-is not met.
+as a whole and in its two parts; elsewhere the row says why it is missing.
+
+Exit status: 0; 1 when a bar is not met; 2 for bad flags; 4 when the file of --json could not be
+written; 130 when interrupted, 143 when terminated.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ from stream_attention.bench import flag_types, report
 from stream_attention.bench.cases import DecodeCase
 from stream_attention.bench.lengths import uniform
 from stream_attention.bench.machine import Environment, environment
-from stream_attention.bench.output import output_path, write_text
+from stream_attention.bench.output import UNWRITTEN, output_path, write_fault, write_text
 from stream_attention.bench.pools import build_pool
 from stream_attention.bench.routes import problem_of
+from stream_attention.bench.stopping import say_stopped, sigterm_raises
 from stream_attention.bench.timing import Timing, measure_host
 from stream_attention.core.backend_plan import AttentionBackendPlan
 from stream_attention.core.describe import describe
@@ -317,6 +320,15 @@ def cost_table(costs: Sequence[Cost]) -> Table:
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
     """Measure, print, write; 1 when a bar is not met."""
     try:
+        with sigterm_raises():
+            return _main(argv, values)
+    except KeyboardInterrupt as error:
+        return say_stopped("host_cost", error)
+
+
+def _main(argv: Sequence[str], values: flags.FlagValues) -> int:
+    try:
+        flag_types.refuse_arguments(argv)
         path = output_path(values.json)
     except ValueError as error:
         print(f"host_cost: {error}", file=sys.stderr)
@@ -337,10 +349,16 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
     for cost in costs:
         if cost.missing:
             console.print(Text(f"  {cost.name}: missing: {cost.missing}"), soft_wrap=True)
-    if path is not None:
+    status = int(any(cost.met is False for cost in costs))
+    if path is None:
+        return status
+    try:
         write_text(path, json.dumps(to_json(costs), indent=1) + "\n")
-        console.print(f"raw samples: {path}", soft_wrap=True)
-    return int(any(cost.met is False for cost in costs))
+    except OSError as error:
+        print(f"host_cost: {write_fault(path, error)}", file=sys.stderr)
+        return status or UNWRITTEN
+    console.print(f"raw samples: {path}", soft_wrap=True)
+    return status
 
 
 def define_flags(values: flags.FlagValues) -> None:

@@ -27,7 +27,12 @@ _TAIL_LINES = 3
 
 
 def worker_command(contender: Contender, arguments: Sequence[str], path: Path) -> list[str]:
-    """The command of one worker: the user's flags, then the overrides that single it out."""
+    """The command of one worker: the user's flags, then the overrides that single it out.
+
+    A `--` at the end of the user's flags is left out: what follows it would be no flag.
+    """
+    if arguments and arguments[-1] == "--":
+        arguments = arguments[:-1]
     chosen = {"route": "none", "peer": "none", contender.kind: contender.name}
     return [
         sys.executable,
@@ -109,10 +114,12 @@ def _merge(
     for contender, part, reason in zip(contenders, parts, lost, strict=True):
         if index < len(part):
             found.append(part[index])
-            rows += part[index].rows
+            rows += part[index].rows or (_skipped(contender, part[index]),)
         else:
             rows.append(Row(contender.name, contender.kind, "failed", (reason,)))
-    base = next((result for result in found if not result.skipped), found[0] if found else None)
+    base = next((result for result in found if not result.skipped), None)
+    if base is None and len(found) == len(contenders):
+        base, rows = found[0], []  # the case does not fit, whoever asks
     if base is None:
         base = CaseResult(
             case=case,
@@ -124,3 +131,9 @@ def _merge(
             cold=False,
         )
     return replace(base, floor_us=curve.floor_us(case.moved_bytes), rows=tuple(rows))
+
+
+def _skipped(contender: Contender, result: CaseResult) -> Row:
+    """The row of a contender whose worker skipped a case that others could run."""
+    reason = f"its worker skipped the case: {result.skipped or 'no reason given'}"
+    return Row(contender.name, contender.kind, "unsupported", (reason,))

@@ -11,12 +11,28 @@ range:300:900:0          uniform integers 300 .. 900, seed 0
 from __future__ import annotations
 
 import difflib
+import math
 import random
 from dataclasses import dataclass
+
+from stream_attention.core.errors import Faults
 
 KINDS = ("uniform", "list", "lognormal", "skewed", "range")
 # Here one request holds nearly all tokens; exp() of a draw overflows from about 100.
 MAX_SIGMA = 10
+MAX_TOKENS = 2**31 - 1
+_FIELDS = {
+    "uniform": ("N",),
+    "lognormal": ("MEAN", "SIGMA", "SEED"),
+    "skewed": ("LONG", "SHORT"),
+    "range": ("LO", "HI", "SEED"),
+}
+_EXAMPLES = {
+    "uniform": (4096,),
+    "lognormal": (4608, 1.0, 0),
+    "skewed": (65536, 512),
+    "range": (300, 900, 0),
+}
 _FORMS = "N, a comma list, lognormal:MEAN:SIGMA:SEED, skewed[:LONG:SHORT], range:LO:HI:SEED"
 
 
@@ -25,11 +41,22 @@ class Lengths:
     """A distribution of KV lengths; `draw(batch)` gives the same list on every machine.
 
     kind: one of `KINDS`. numbers: uniform (n,); list: the lengths; lognormal (mean, sigma, seed);
-    skewed (long, short); range (low, high, seed).
+    skewed (long, short); range (low, high, seed). Raises `ValueError` with every fault.
     """
 
     kind: str
     numbers: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        faults = Faults()
+        if self.kind not in KINDS:
+            close = difflib.get_close_matches(str(self.kind), KINDS, n=1, cutoff=0.0)
+            faults.add("kind", self.kind, f"must be one of {', '.join(KINDS)}", repr(close[0]))
+        elif not isinstance(self.numbers, tuple):
+            faults.add("numbers", self.numbers, "must be a tuple", "(4096,)")
+        else:
+            _check_numbers(self.kind, self.numbers, faults)
+        faults.raise_if_any("Lengths")
 
     def __str__(self) -> str:
         shown = [f"{number:g}" if number < 1e6 else str(int(number)) for number in self.numbers]
@@ -61,6 +88,38 @@ class Lengths:
         return _lognormal(batch, self.numbers[0], self.numbers[1], source)
 
 
+def _check_numbers(kind: str, numbers: tuple[float, ...], faults: Faults) -> None:
+    """Faults of `numbers` as those of `kind`: how many, which numbers, in which range."""
+    names = _FIELDS.get(kind, ("N",) * max(1, len(numbers)))
+    if len(numbers) != len(names):
+        rule = f"{kind} takes {len(names)}, {', '.join(names)}"
+        faults.add("numbers", numbers, rule, _EXAMPLES.get(kind, (4096,)))
+        return
+    nearest = tuple(map(_nearest, names, numbers))
+    if nearest != numbers or any(isinstance(number, bool) for number in numbers):
+        limits = (f"{name} in {low}..{high}" for name in names for low, high in (_limits(name),))
+        which = "ints, and any number as SIGMA" if "SIGMA" in names else "ints"
+        rule = f"{kind} takes {which}: {', '.join(dict.fromkeys(limits))}"
+        faults.add("numbers", numbers, rule, nearest)
+    elif kind == "range" and numbers[0] > numbers[1]:
+        swapped = (numbers[1], numbers[0], numbers[2])
+        faults.add("numbers", numbers, "LO must be at most HI", swapped)
+
+
+def _limits(name: str) -> tuple[int, int]:
+    """The range of a field."""
+    return 1 if name in ("MEAN", "LONG") else 0, MAX_SIGMA if name == "SIGMA" else MAX_TOKENS
+
+
+def _nearest(name: str, number: float) -> float:
+    """The number that a field may hold which is nearest to `number`."""
+    low, high = _limits(name)
+    if not isinstance(number, (int, float)) or math.isnan(number):
+        return low
+    kept = min(max(number, low), high)
+    return kept if name == "SIGMA" else round(kept)
+
+
 def _lognormal(batch: int, mean: float, sigma: float, source: random.Random) -> tuple[int, ...]:
     """Lognormal draws scaled so that their sum is batch · mean up to rounding, each at least 1."""
     raw = [source.lognormvariate(0.0, sigma) for _ in range(batch)]
@@ -75,6 +134,8 @@ def uniform(tokens: int) -> Lengths:
 
 def parse_lengths(text: str) -> Lengths:
     """The language of this module's docstring; `ValueError` names rule and nearest value."""
+    if not isinstance(text, str):
+        raise ValueError(f"text={text!r}: must be a str, one of: {_FORMS}; use '4096'")
     head, _, rest = text.strip().partition(":")
     if not head:
         raise ValueError(f"must be one of: {_FORMS}; use 4096")
@@ -86,12 +147,8 @@ def parse_lengths(text: str) -> Lengths:
     fields = rest.split(":") if rest else []
     if head == "skewed" and not fields:
         return Lengths("skewed", (65536, 512))
-    names = {
-        "lognormal": ("MEAN", "SIGMA", "SEED"),
-        "skewed": ("LONG", "SHORT"),
-        "range": ("LO", "HI", "SEED"),
-    }[head]
-    example = {"lognormal": "4608:1.0:0", "skewed": "65536:512", "range": "300:900:0"}[head]
+    names = _FIELDS[head]
+    example = ":".join(str(number) for number in _EXAMPLES[head])
     if len(fields) != len(names):
         raise ValueError(
             f"{head} takes {':'.join(names)}, got {len(fields)} fields; use {head}:{example}"
@@ -114,8 +171,7 @@ def _parse_number(head: str, name: str, field: str) -> float:
     except ValueError:
         rule = "a number" if fractional else "an int"
         raise ValueError(f"{head}: {name}={field!r} must be {rule}; use 1") from None
-    low = 1 if name in ("MEAN", "LONG") else 0
-    high = MAX_SIGMA if fractional else 2**31 - 1
+    low, high = _limits(name)
     if not low <= number <= high:  # also false for NaN
         nearest = high if number > high else low
         raise ValueError(f"{head}: {name}={field} must be in {low}..{high}; use {nearest}")
@@ -129,9 +185,8 @@ def _parse_list(text: str) -> Lengths:
             number = int(field)
         except ValueError:
             raise ValueError(f"{field!r} is not an int; use 4096, or one int a request") from None
-        if not 0 <= number < 2**31:
-            raise ValueError(
-                f"{number} must be in 0..2147483647; use {max(0, min(number, 2**31 - 1))}"
-            )
+        if not 0 <= number <= MAX_TOKENS:
+            nearest = max(0, min(number, MAX_TOKENS))
+            raise ValueError(f"{number} must be in 0..{MAX_TOKENS}; use {nearest}")
         numbers.append(number)
     return Lengths("uniform" if len(numbers) == 1 else "list", tuple(numbers))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
+
+UNWRITTEN = 4  # exit status of a program whose results did not reach their file
 
 
 def output_path(text: str | None) -> Path | None:
     """The path of `--json`; relative to where the user stands, also under `bazel run`.
 
-    `None` stays `None`. Makes the folder, so that hours of samples are not lost to a bad path.
+    `None` stays `None`. Tries the folder, so that hours of samples are not lost to a bad path, and
+    makes none: a folder that is not there is most often a mistake in its name.
     Raises `ValueError` for an empty name, a folder, or what cannot be written.
     """
     if text is None:
@@ -21,13 +25,23 @@ def output_path(text: str | None) -> Path | None:
             raise ValueError(f"--json={text!r}: must name a file; use {Path(text, 'out.json')}")
         if _is_special(path):
             return path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.resolve().parent):
+        folder = path.resolve().parent
+        if not folder.exists():
+            raise ValueError(
+                f"--json={text!r}: must be in a folder that exists, {folder} does not; "
+                f"use mkdir -p, or {_nearest_folder(folder) / path.name}"
+            )
+        with tempfile.TemporaryFile(dir=folder):
             return path
     except OSError as error:
         raise ValueError(
             f"--json={text!r}: must be writable ({error.strerror}); use out.json"
         ) from None
+
+
+def _nearest_folder(folder: Path) -> Path:
+    """The nearest folder above that exists."""
+    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
 
 
 def _is_special(path: Path) -> bool:
@@ -36,15 +50,35 @@ def _is_special(path: Path) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write beside the target and rename, so that a file is whole or not there.
+    """Write beside the target under a name of its own and rename: the file is whole or as before.
 
-    A link stays a link. A device or a pipe is written to: a rename would put a file in its place.
+    A link stays a link, and a file keeps its mode. A device or a pipe is written to: a rename would
+    put a file in its place. Raises `OSError`; no draft is left behind then.
     """
     if _is_special(path):
         path.write_text(text)
         return
     path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.part")
-    draft.write_text(text)
-    draft.replace(path)
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".stream_attention_", suffix=".part")
+    try:
+        with open(handle, "w") as file:
+            file.write(text)
+            os.fchmod(handle, mode)
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+def _umask() -> int:
+    """The mode bits that new files of this process do not get."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def write_fault(path: Path, error: OSError) -> str:
+    """What to say of a file that could not be written."""
+    return f"--json={str(path)!r}: could not be written ({error.strerror or error}); use another"

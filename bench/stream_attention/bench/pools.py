@@ -119,6 +119,10 @@ def check_memory(case: DecodeCase, device: torch.device, count: int) -> None:
     fits = int(budget / max(pool_bytes(case), 1) * sum(case.kv_lens))
     parameter, value = "lengths", str(case.lengths)
     nearest = f"at most {fits // case.batch} tokens a request on average"
+    if fits < case.batch:
+        nearest = f"a smaller batch: {fits} tokens fit, such as batch=1 with lengths={fits}"
+    if fits < 1:
+        nearest = "fewer heads, or a device with more memory: not one token fits"
     capacity = _largest_capacity(case, budget)
     if case.capacity is not None and capacity >= max(case.kv_lens):
         parameter, value, nearest = "capacity", str(case.capacity), f"at most {capacity}"

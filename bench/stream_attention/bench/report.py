@@ -90,7 +90,8 @@ def case_table(result: CaseResult, width: int = FULL_WIDTH) -> Table:
 
 def fastest_row(result: CaseResult) -> Row | None:
     """The correct row with the smallest median."""
-    timed = [(row.timing.p50_us, row) for row in result.rows if row.timing is not None]
+    right = [row for row in result.rows if row.outcome == "ok"]
+    timed = [(row.timing.p50_us, row) for row in right if row.timing is not None]
     return min(timed, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
@@ -129,16 +130,28 @@ def case_notes(result: CaseResult) -> Iterator[str]:
         yield f"method: {_METHOD_TEXT[method]}, {rotation}"
         if method.endswith("_cold") and not result.cold:
             yield "the rotation is too small to leave the cache: read this case as warm"
-    checked = {row.check.rows_checked for row in result.rows if row.check and row.check.ok}
-    for count in sorted(checked):
-        rows = f"{count} of {result.case.num_rows} rows"
-        yield f"checked against the fp64 oracle: {rows}; all rows: finite, and written when timed"
+    yield from _check_notes(result)
     grouped: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for row in result.rows:
         if row.reasons:
             grouped.setdefault((row.outcome, row.reasons), []).append(row.contender)
     for (outcome, reasons), names in grouped.items():
         yield f"{', '.join(names)}: {outcome}: {'; '.join(reasons)}"
+
+
+def _check_notes(result: CaseResult) -> Iterator[str]:
+    """What the rows that are right were checked for, and where that was not the timed runs."""
+    right = [row for row in result.rows if row.outcome == "ok" and row.check is not None]
+    pools = max((row.timing.num_pools for row in right if row.timing is not None), default=1)
+    where, every = "", "all rows"
+    if pools > 1:
+        where, every = " of the first pool and of the last", f"all rows of all {pools} pools"
+    for count in sorted({row.check.rows_checked for row in right if row.check}):
+        rows = f"{count} of {result.case.num_rows} rows{where}"
+        yield f"checked against the fp64 oracle: {rows}; {every}: finite, and written when timed"
+    for row in right:
+        if row.check and row.check.rerun:
+            yield f"{row.contender}: one output for all pools: checked after a run of each, untimed"
 
 
 def print_missing(console: Console, missing: dict[str, str]) -> None:

@@ -13,7 +13,7 @@ from stream_attention.bench.check import Check
 from stream_attention.bench.floor import ReadCurve, ReadPoint
 from stream_attention.bench.lengths import Lengths
 from stream_attention.bench.machine import Environment
-from stream_attention.bench.output import write_text
+from stream_attention.bench.output import write_fault, write_text
 from stream_attention.bench.timing import Timing
 
 SCHEMA = "stream_attention.bench.paged_decode/1"
@@ -123,9 +123,23 @@ def to_json(run: Run) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any]) -> Run:
-    """The inverse of `to_json`; derived numbers are dropped. `ValueError` for another schema."""
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"schema={data.get('schema')!r}: must be {SCHEMA!r}")
+    """The inverse of `to_json`; derived numbers are dropped.
+
+    Raises `ValueError` for another schema, and for a key that is missing or unknown.
+    """
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"schema={schema!r}: must be {SCHEMA!r}; use a file of that schema")
+    try:
+        return _run(data)
+    except KeyError as error:
+        fault = f"has no key {error.args[0]!r}"
+    except (TypeError, AttributeError) as error:  # a key too many or too few of a record
+        fault = str(error)
+    raise ValueError(f"data: must be what to_json gives, but {fault}; use a file of this bench")
+
+
+def _run(data: dict[str, Any]) -> Run:
     curve = data["curve"]
     return Run(
         environment=Environment(**data["environment"]),
@@ -161,3 +175,31 @@ def _row(data: dict[str, Any]) -> Row:
 def write_json(run: Run, path: Path) -> None:
     """Write `to_json(run)` to `path`."""
     write_text(path, json.dumps(to_json(run), indent=1, allow_nan=False) + "\n")
+
+
+@dataclass(slots=True)
+class Sink:
+    """The file of a run, written whole after every case. path: `None` = nowhere.
+
+    num_cases: cases of this run in the file. error: why the last write failed, "" where it did not.
+    """
+
+    path: Path | None = None
+    num_cases: int = 0
+    error: str = ""
+
+    def write(self, run: Run) -> None:
+        """Write; a failure is kept in `error`, because the run is worth more than its file."""
+        if self.path is None:
+            return
+        try:
+            write_json(run, self.path)
+        except OSError as error:
+            self.error = write_fault(self.path, error)
+            return
+        self.num_cases, self.error = len(run.cases), ""
+
+    @property
+    def kept(self) -> str:
+        """`; finished cases are in PATH`, or "" where this run wrote none."""
+        return f"; finished cases are in {self.path}" if self.num_cases else ""

@@ -38,8 +38,8 @@ class Mean:
 
 def timed_row(result: CaseResult, contender: str) -> Row | None:
     """The row of `contender` where it was right and timed."""
-    rows = [row for row in result.rows if row.contender == contender and row.timing is not None]
-    return rows[0] if rows else None
+    rows = [row for row in result.rows if row.contender == contender and row.outcome == "ok"]
+    return next((row for row in rows if row.timing is not None), None)
 
 
 def means(results: Sequence[CaseResult], kind: str = "route") -> tuple[Mean, ...]:

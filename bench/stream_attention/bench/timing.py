@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from stream_attention.core.errors import Faults
+from stream_attention.core.ir import is_int
 
 Call = Callable[[], Any]
 
@@ -79,7 +80,15 @@ class Timing:
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the two nearest order statistics; `percent` in 0..100."""
+    """Linear interpolation between the two nearest order statistics; `percent` in 0..100.
+
+    Raises `ValueError` for no samples and for another percent.
+    """
+    faults = Faults()
+    faults.require(len(samples) > 0, "samples", samples, "needs at least one", "[1.0]")
+    known = is_number(percent) and 0 <= percent <= 100
+    faults.require(known, "percent", percent, "must be a number in 0..100", 50)
+    faults.raise_if_any("percentile")
     ordered = sorted(samples)
     position = (len(ordered) - 1) * percent / 100
     low = int(position)
@@ -109,11 +118,21 @@ def measure(
         outputs, so that what is checked afterwards was written by the timed work itself.
     clock: seconds; replaced in tests.
 
-    Synchronizes the device. Raises `ValueError` for no calls or replays < 1.
+    Synchronizes the device. Raises `ValueError` for no calls, replays < 1, what is no
+    `torch.device`, or a limit that is no number.
     """
     faults = Faults()
     faults.require(len(calls) >= 1, "calls", len(calls), "needs at least one call", 1)
-    faults.require(replays >= 1, "replays", replays, "must be an int >= 1", DEFAULT_REPLAYS)
+    _require_count(faults, "replays", replays, DEFAULT_REPLAYS)
+    faults.require(
+        isinstance(device, torch.device),
+        "device",
+        device,
+        "must be a torch.device",
+        f"torch.device({device if isinstance(device, str) else 'cpu'!r})",
+    )
+    limit = max_seconds is None or is_number(max_seconds)
+    faults.require(limit, "max_seconds", max_seconds, "must be None or a number of seconds", 2.0)
     faults.raise_if_any("measure")
     rotation = list(calls) if cold else [calls[0]]
     if device.type == "cuda":
@@ -121,6 +140,16 @@ def measure(
             return _measure_graph(rotation, device, cold, replays, before_samples)
         return _measure_eager(rotation, device, cold, replays, before_samples)
     return _measure_cpu(rotation, cold, replays, max_seconds, before_samples, clock)
+
+
+def is_number(value: Any) -> bool:
+    """An int or a float; `True` and `False` are flags."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _require_count(faults: Faults, name: str, value: Any, nearest: int) -> None:
+    held = is_int(value) and value >= 1
+    faults.require(held, name, value, "must be an int >= 1", nearest)
 
 
 def calls_in_graph(num_pools: int) -> int:
@@ -250,8 +279,8 @@ def measure_host(
     before_sample: run before every sample, outside of what is timed; for calls that launch, a sync.
     """
     faults = Faults()
-    faults.require(repeats >= 1, "repeats", repeats, "must be an int >= 1", 2000)
-    faults.require(samples >= 1, "samples", samples, "must be an int >= 1", 25)
+    _require_count(faults, "repeats", repeats, 2000)
+    _require_count(faults, "samples", samples, 25)
     faults.raise_if_any("measure_host")
     for _ in range(min(repeats, 50)):
         call()
