@@ -163,26 +163,69 @@ def test_a_call_from_outside_says_where_relative_paths_start(machine):
     assert machine.run("info", cwd=machine.workspace / "tools")[2] == ""
 
 
-def test_a_ci_run_that_is_stopped_stops_bazel_and_still_ends_in_one_line(tmp_path):
-    for folder in (".ci", "tools/ci"):
-        (tmp_path / folder).mkdir(parents=True)
-    for name in (".ci/run", "tools/ci/count_tests.py"):
-        shutil.copy(name, tmp_path / name)
-    (tmp_path / "bazelw").write_text(
-        "#!/bin/bash\n[[ $1 == test ]] || exit 0\ntrap 'touch stopped; exit 8' TERM\n"
-        "touch started\nfor _ in {1..300}; do sleep 0.1; done\n"
+@pytest.fixture
+def checkout(tmp_path):
+    """Makes a folder with `.ci/run`, a `bazelw` of these lines, and a `bin` to put on PATH."""
+
+    def make(*lines):
+        for folder in (".ci", "tools/ci", "bin"):
+            (tmp_path / folder).mkdir(parents=True)
+        for name in (".ci/run", "tools/ci/count_tests.py"):
+            shutil.copy(name, tmp_path / name)
+        text = "\n".join(["#!/bin/bash", "[[ $1 == test ]] || exit 0", *lines, ""])
+        (tmp_path / "bazelw").write_text(text)
+        (tmp_path / "bazelw").chmod(0o755)
+        return tmp_path
+
+    return make
+
+
+def ci_environment(folder, **variables):
+    """This process's environment with the checkout's `bin` first on PATH."""
+    return {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", **variables}
+
+
+def test_a_ci_run_that_is_stopped_stops_bazel_and_still_ends_in_one_line(checkout):
+    folder = checkout(
+        "trap 'touch stopped; exit 8' TERM",
+        "touch started",
+        "for _ in {1..300}; do sleep 0.1; done",
     )
-    (tmp_path / "bazelw").chmod(0o755)
-    old = tmp_path / "bin/python3"  # older than 3.10, such as one that a version manager chose
-    old.parent.mkdir()
+    old = folder / "bin/python3"  # older than 3.10, such as one that a version manager chose
     old.write_text("#!/bin/bash\nexit 1\n")
     old.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{old.parent}:{os.environ['PATH']}"}
-    command = [tmp_path / ".ci/run"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    while not (tmp_path / "started").exists():
+    command = [folder / ".ci/run"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ci_environment(folder))
+    while not (folder / "started").exists():
         time.sleep(0.05)
     run.terminate()
     stdout, _ = run.communicate(timeout=20)
     assert (run.returncode, stdout) == (8, "0 passed, 1 failed, 0 skipped\n")
-    assert (tmp_path / "stopped").exists()
+    assert (folder / "stopped").exists()
+
+
+def test_a_ci_run_without_its_tmpdir_takes_tmp(checkout):
+    folder = checkout('printf "%s\n" "$@" >arguments', "exit 0")
+    done = subprocess.run(
+        [folder / ".ci/run"],
+        env=ci_environment(folder, TMPDIR="/no/such/folder"),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (1, "0 passed, 0 failed, 0 skipped\n")
+    arguments = (folder / "arguments").read_text().splitlines()
+    (events,) = [line for line in arguments if line.startswith("--build_event_json_file=")]
+    assert events.startswith("--build_event_json_file=/tmp/"), events
+    assert "TMPDIR=/no/such/folder: no folder can be made there; using /tmp" in done.stderr
+
+
+def test_a_ci_run_without_a_temporary_folder_runs_nothing_and_ends_in_its_line(checkout):
+    folder = checkout("touch started")
+    (folder / "bin/mktemp").write_text("#!/bin/bash\nexit 1\n")
+    (folder / "bin/mktemp").chmod(0o755)
+    done = subprocess.run(
+        [folder / ".ci/run"], env=ci_environment(folder), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, "0 passed, 1 failed, 0 skipped\n")
+    assert "set TMPDIR to one that can be written" in done.stderr
+    assert not (folder / "started").exists()

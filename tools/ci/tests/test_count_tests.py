@@ -66,6 +66,17 @@ def test_the_last_attempt_of_a_flaky_test_counts(run):
     assert counts == (1, 0, 0)
 
 
+@pytest.mark.parametrize(("first", "last"), [("failed", "passed"), ("passed", "failed")])
+def test_of_two_attempts_with_a_report_each_the_last_counts(run, tmp_path, first, last):
+    earlier = run(a=[first])
+    report = tmp_path / "a x.xml"
+    report.rename(tmp_path / "first.xml")
+    (output,) = earlier[0]["testResult"]["testActionOutput"]
+    output["uri"] = (tmp_path / "first.xml").as_uri()
+    counts, _ = count_tests.count_events(earlier + run(a=[last]))
+    assert counts == ((1, 0, 0) if last == "passed" else (0, 1, 0))
+
+
 @pytest.mark.parametrize(
     ("counts", "exit_code", "shown", "code"),
     [
