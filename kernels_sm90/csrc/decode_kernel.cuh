@@ -338,7 +338,12 @@ class DecodeBlock : DecodeMerge<T, E, Shape, kWholePages> {
 #pragma unroll
     for (int piece = 0; piece < Shape::kPieces; piece += 2) {
       uint32_t a[4];
-      load_matrices(a, Shape::Tokens::after(base, piece));
+      const uint32_t at = Shape::Tokens::after(base, piece);
+      if (piece + 1 < Shape::kPieces) {
+        load_matrices(a, at);
+      } else {  // nor is there another piece to be read
+        load_two_matrices(a[0], a[1], at);
+      }
       if constexpr (kFp8) {
         // A lane's four bytes are consecutive d: the order within sixteen is q's as well.
 #pragma unroll
@@ -396,7 +401,13 @@ class DecodeBlock : DecodeMerge<T, E, Shape, kWholePages> {
 #pragma unroll
     for (int piece = 0; piece < Shape::kPieces; piece += 2) {
       uint32_t a[4];
-      load_matrices_transposed(a, Shape::Tokens::after(base, piece));
+      if (piece + 1 < Shape::kPieces) {
+        load_matrices_transposed(a, Shape::Tokens::after(base, piece));
+      } else {  // of sixteen tokens, as K is read
+        const uint32_t tokens =
+            Shape::Tokens::below(this->read_key_at, sub * 16) + slot * Shape::kSlotBytes;
+        load_two_matrices_transposed(a[0], a[2], Shape::Tokens::after(tokens, piece));
+      }
       if constexpr (kFp8) {
         // A transposed pair of bytes is two d of one token: even d are the upper rows of the
         // product, odd ones the lower.

@@ -61,6 +61,20 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                : "r"(address));
 }
 
+// Two of them, at the addresses that lanes 0 to 15 have.
+__device__ __forceinline__ void load_two_matrices(uint32_t& r0, uint32_t& r1, uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r0), "=r"(r1)
+               : "r"(address));
+}
+
+__device__ __forceinline__ void load_two_matrices_transposed(uint32_t& r0, uint32_t& r1,
+                                                             uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r0), "=r"(r1)
+               : "r"(address));
+}
+
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t word) {
   uint32_t result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(word));
