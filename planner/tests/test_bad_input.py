@@ -415,7 +415,11 @@ def test_max_qo_len_belongs_to_packed_queries():
 
 
 PAIRS = {
-    "no_value": (torch.zeros(2, 8, 2, 16), None, ["v_cache='NoneType': must be a torch.Tensor"]),
+    "no_value": (
+        torch.zeros(2, 8, 2, 16),
+        None,
+        ["v_cache=None: a key tensor comes with a value tensor; use v_cache=v, or"],
+    ),
     "rank": (
         torch.zeros(2, 8, 32),
         torch.zeros(2, 8, 2, 16),

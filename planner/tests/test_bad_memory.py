@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
 
 import stream_attention as stream_attn
 from stream_attention import ContiguousKVCache, PagedKVCache, StreamAttnEngine
@@ -120,3 +122,53 @@ def test_a_large_int_is_the_number_that_it_is(name):
         options = {"return_info": False} if call is stream_attn.decode else {}
         got = call(queries, k, k, **{name: 10**30}, **options)
         assert torch.equal(got, call(queries, k, k, **{name: 1e30}, **options))
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that stands for another and has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def inner(value):
+            return value.inner if isinstance(value, cls) else value
+
+        return tree_map(
+            lambda value: cls(value) if isinstance(value, torch.Tensor) else value,
+            func(*tree_map(inner, args), **tree_map(inner, kwargs or {})),
+        )
+
+
+@pytest.mark.parametrize("call", [stream_attn.train, stream_attn.prefill])
+@pytest.mark.parametrize("mask", [False, True])
+def test_tensors_that_stand_for_others_have_no_memory_to_look_at(call, mask):
+    q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16)
+    bias = torch.zeros(5, 5)
+
+    def attend(q, k, bias):
+        return call(q, k, k, attn_mask=bias if mask else None)
+
+    want = attend(q, k, bias)
+    with FakeTensorMode():
+        fake = attend(torch.empty(2, 5, 4, 16), torch.empty(2, 5, 2, 16), torch.empty(5, 5))
+    assert fake.shape == want.shape
+    assert torch.equal(torch.func.functionalize(attend)(q, k, bias), want)
+    assert torch.allclose(attend(Wrapper(q), Wrapper(k), Wrapper(bias)).inner, want, atol=1e-6)
+    every = torch.func.vmap(attend, in_dims=(None, None, 0))(q, k, bias.expand(3, -1, -1))
+    assert torch.allclose(every, want.expand_as(every), atol=1e-6)
+
+
+def test_states_that_stand_for_others_are_merged():
+    out, lse = torch.randn(3, 4, 8), torch.randn(3, 4)
+    want = stream_attn.merge_states(out, lse, out, lse)
+    with FakeTensorMode():
+        out_fake, lse_fake = torch.empty(3, 4, 8), torch.empty(3, 4)
+        fake = stream_attn.merge_states(out_fake, lse_fake, out_fake, lse_fake)
+    assert [t.shape for t in fake] == [t.shape for t in want]
+    got = torch.func.functionalize(stream_attn.merge_states)(out, lse, out, lse)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

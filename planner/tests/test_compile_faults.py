@@ -153,7 +153,7 @@ def test_values_beside_a_cache_are_refused_and_values_alone_are_asked_for():
     for text in told(lambda q, c, v: stream_attn.decode(q, c, v)[0], q, cache, pool):
         assert "v_cache='Tensor': a cache object brings its own" in text
     for text in told(lambda q, k: stream_attn.decode(q, k)[0], q, pool):
-        assert "v_cache='NoneType': must be a torch.Tensor" in text
+        assert "v_cache=None: a key tensor comes with a value tensor; use v_cache=v, or" in text
 
 
 @pytest.mark.parametrize("scale", [True, "1"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import stream_attention as stream_attn
+from stream_attention.core import routes
 from stream_attention.core.describe import describe
 from stream_attention.core.device import device_facts
 from stream_attention.core.registry import Registry, default_registry
@@ -25,7 +26,8 @@ class InterruptAt:
     """Raises `KeyboardInterrupt` at the n-th line that is run of the functions of `owner`."""
 
     def __init__(self, owner, n):
-        functions = [f for name, f in vars(owner).items() if name != "__init__"]
+        made = ("__init__", "_renew_locks")  # nobody has it yet
+        functions = [f for name, f in vars(owner).items() if name not in made]
         self.codes = {f.__code__ for f in functions if hasattr(f, "__code__")}
         self.left = n
 
@@ -110,22 +112,72 @@ def test_interrupted_discovery_is_as_if_it_had_not_begun():
 
 
 def test_a_handler_may_come_upon_discovery():
-    """A call in a signal's handler finds the registry's lock held by its own thread."""
-    registry, found = Registry(), []
+    """A call or a record of a signal's handler finds the registry's lock held by its own thread."""
+    want = [record.route for record in Registry().attention_records()]
+    for n in range(1, MOST_LINES):
+        registry, seen, lines = Registry(), [], [0]
 
-    def handler(frame, event, arg):
-        if frame.f_code is Registry._discovered_records.__code__ and event == "line":
+        def handler(frame, event, arg, registry=registry, seen=seen, lines=lines, n=n):
+            if frame.f_code is not Registry._draft_all.__code__:
+                return None
+            lines[0] += event == "line"
+            if lines[0] == n and not seen:
+                seen.append([record.route for record in registry.attention_records()])
+                registry.register_attention(FakeRoute("a handler's").record())
+            return handler
+
+        sys.settrace(handler)
+        try:
+            found = [record.route for record in registry.attention_records()]
+        finally:
             sys.settrace(None)
-            found.append(registry.attention_records())
-        return handler
+        if not seen:
+            assert n > 3
+            return
+        assert seen[0] == want[: len(seen[0])]
+        assert sorted(found) == sorted([*want, "a handler's"])
+        assert [record.route for record in registry.attention_records()] == found
 
-    sys.settrace(handler)
-    try:
-        found.append(registry.attention_records())
-    finally:
-        sys.settrace(None)
-    inner, outer = found
-    assert [record.route for record in inner] == [record.route for record in outer]
+
+def test_what_a_package_does_to_the_registry_while_it_registers_is_kept(monkeypatch):
+    registry = Registry()
+    registry.register_attention(FakeRoute("mine").record())
+
+    def register(draft):
+        assert "torch" in [record.route for record in draft.attention_records()]
+        assert "mine" in [record.route for record in registry.attention_records()]
+        registry.register_attention(FakeRoute("late").record())
+        registry.unregister("mine")
+
+    monkeypatch.setattr(routes, "register", _then(routes.register, register))
+    found = [record.route for record in registry.attention_records()]
+    assert "late" in found
+    assert "mine" not in found
+    assert "torch" in found
+
+
+def _then(first, second):
+    def both(registry):
+        first(registry)
+        second(registry)
+
+    return both
+
+
+def test_a_change_within_a_change_is_not_lost():
+    registry = Registry(discover=False)
+    versions = [registry.version]
+
+    def within(known):
+        if len(versions) == 1:
+            registry.register_attention(FakeRoute("inner").record())
+            versions.append(registry.version)
+        return {"attention": {**known.attention, "outer": FakeRoute("outer").record()}}
+
+    registry._change(within)
+    versions.append(registry.version)
+    assert [record.route for record in registry.attention_records()] == ["inner", "outer"]
+    assert versions == sorted(set(versions))
 
 
 class Key:
@@ -168,7 +220,7 @@ def test_a_fork_holds_no_lock_of_another_thread():
     """The child takes, gives, ranks and registers while the parent's threads are about to."""
     plans, inside, leave = PlanCache(), threading.Barrier(3), threading.Event()
     plans.give(Key(), _built())
-    registry = default_registry()
+    registry, other = default_registry(), Registry()
     registry.attention_records()
 
     def taking():
@@ -179,7 +231,7 @@ def test_a_fork_holds_no_lock_of_another_thread():
         plans.take(Key(during))
 
     def registering():
-        with registry._lock:
+        with registry._lock, other._lock, other._drafting:
             inside.wait()
             leave.wait()
 
@@ -194,6 +246,7 @@ def test_a_fork_holds_no_lock_of_another_thread():
             signal.alarm(20)
             plans.give(Key(), plans.take(Key()))
             registry.register_attention(FakeRoute("in the child").record())
+            assert other.attention_records()
             code = 0
         finally:
             os._exit(code)

@@ -198,6 +198,14 @@ def test_a_plan_too_large_to_be_kept_puts_out_no_other(route):
     assert [launch for kept in plans._idle.values() for launch in kept] == [idle]
 
 
+@pytest.mark.parametrize("bounds", [{"max_plans": -1}, {"max_plans": 0}, {"max_scratch_bytes": -1}])
+def test_bounds_below_any_plan_keep_none(route, bounds):
+    plans = PlanCache(**bounds)
+    for _ in range(2):
+        once(torch.randn(2, 4, 16), *kv(), route, plans)
+        assert len(plans) == 0
+
+
 def test_clear_drops_every_plan(route):
     plans = PlanCache()
     once(torch.randn(2, 4, 16), *kv(), route, plans)

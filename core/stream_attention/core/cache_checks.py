@@ -100,18 +100,35 @@ def address_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def held_bytes(tensor: torch.Tensor) -> int | None:
+    """Bytes of a tensor's storage; `None` where it is another's stand-in (fake, functional, of a
+    transform, a wrapper), which has no memory of its own to look at.
+    """
+    try:
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta":
+            return None
+        storage.data_ptr()
+    except RuntimeError:
+        return None
+    return storage.nbytes()
+
+
 def require_memory(faults: Faults, name: str, tensor: torch.Tensor) -> bool:
     """All elements of a dense tensor lie in its storage, which may have been resized or freed.
 
     Kernels take an address: what lies behind the storage's end is another tensor's, or nobody's.
     """
-    if tensor.device.type == "meta" or not tensor.numel() or address_of(tensor) is None:
+    if not tensor.numel() or address_of(tensor) is None:
         return True
-    storage = tensor.untyped_storage()
+    held = held_bytes(tensor)
+    if held is None:
+        return True
     end = (tensor.storage_offset() + reach_of(tensor)) * tensor.element_size()
-    held = storage.nbytes() if storage.data_ptr() else 0
+    if end <= held:
+        return True
     return faults.require(
-        end <= held,
+        False,
         f"{name}.untyped_storage().nbytes()",
         held,
         f"must hold the {end} bytes that shape, strides and offset reach",
@@ -121,6 +138,8 @@ def require_memory(faults: Faults, name: str, tensor: torch.Tensor) -> bool:
 
 def reach_of(tensor: torch.Tensor) -> int:
     """Elements from the first to the last that a tensor with elements can touch, both counted."""
+    if tensor.is_contiguous():
+        return tensor.numel()
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -109,6 +109,12 @@ def check_cache(faults: Faults, cache: KVCache) -> None:
             check_base(faults, name, tensor)
 
 
+def require_values(faults: Faults, v_cache: Any) -> bool:
+    """Beside a key tensor stands a value tensor; of which kind is for others to say."""
+    rule, nearest = "a key tensor comes with a value tensor", "v_cache=v, or a cache for k_cache"
+    return faults.require(v_cache is not None, "v_cache", v_cache, rule, nearest)
+
+
 def check_sink(faults: Faults, q: Any, sink: Any) -> None:
     """The sink is `[num_qo_heads]` fp32, contiguous, on q's device."""
     if sink is None:

@@ -28,6 +28,7 @@ from stream_attention.core.call_checks import (
     check_outputs,
     check_q,
     check_sink,
+    require_values,
 )
 from stream_attention.core.dtypes import dtype_name, torch_dtype
 from stream_attention.core.errors import Faults, shape_of
@@ -196,6 +197,8 @@ def _as_cache(faults: Faults, cache: Any, v_cache: Any) -> KVCache | None:
             "must be a PagedKVCache, a ContiguousKVCache or a key tensor beside v_cache",
             "ContiguousKVCache(key=k, value=v)",
         )
+        return None
+    if not require_values(faults, v_cache):
         return None
     found = Faults()
     check_storage(pair, found, ("key", "value"))

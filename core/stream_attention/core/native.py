@@ -146,7 +146,7 @@ class NativeLibrary:
                 self._handle = self._load()
             except NativeLibraryError as error:
                 self._reason = str(error)
-        return self._reason
+        return None if self._handle is not None else self._reason
 
     @property
     def handle(self) -> Any:

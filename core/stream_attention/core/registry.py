@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import os
 import pkgutil
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,94 +137,101 @@ class Registry:
     discover: `False` for a registry that holds only what is added to it.
 
     A change is one assignment of new tables, so that what interrupts it, at any point, leaves the
-    registry as it was before or as it is after.
+    registry as it was before or as it is after. What is discovered is drafted first: a package's
+    `register` adds to a draft, and is done with it when it returns.
     """
 
-    __slots__ = ("_known", "_lock")
+    __slots__ = ("__weakref__", "_draft", "_drafting", "_known", "_lock", "_versions")
 
     def __init__(self, *, discover: bool = True) -> None:
         self._known = _Records(discovered=not discover)
+        self._versions = itertools.count(1)
+        self._draft: Registry | None = None
+        self._renew_locks()
+        _EVERY.add(self)
+
+    def _renew_locks(self) -> None:
         self._lock = threading.RLock()
+        self._drafting = threading.Lock()  # held by the thread that holds the other
 
     def register_attention(self, record: AttentionRecord) -> None:
         """Add a route; a name that is taken raises `ValueError`."""
         _require_record(record, AttentionRecord)
-        with self._lock:
-            table = _with(self._known.attention, record.route, record)
-            self._change(attention=table)
+        self._change(lambda known: {"attention": _with(known.attention, record.route, record)})
 
     def register_merge(self, record: MergeRecord) -> None:
         """Add a merge kernel; a name that is taken raises `ValueError`."""
         _require_record(record, MergeRecord)
-        with self._lock:
-            table = _with(self._known.merge, record.name, record)
-            self._change(merge=table)
+        self._change(lambda known: {"merge": _with(known.merge, record.name, record)})
 
     def unregister(self, name: str) -> None:
         """Remove a route or merge kernel by name; an unknown name raises `KeyError`."""
-        with self._lock:
-            known = self._known
+
+        def without(known: _Records) -> dict[str, Any]:
             if name not in known.attention and name not in known.merge:
                 raise KeyError(f"{name!r} is not registered")
-            self._change(
-                attention={key: known.attention[key] for key in known.attention if key != name},
-                merge={key: known.merge[key] for key in known.merge if key != name},
-            )
+            return {
+                "attention": {key: of for key, of in known.attention.items() if key != name},
+                "merge": {key: of for key, of in known.merge.items() if key != name},
+            }
+
+        self._change(without)
 
     def attention_records(self) -> tuple[AttentionRecord, ...]:
         """All routes, in order of registration."""
-        self._discover()
-        return tuple(self._known.attention.values())
+        return tuple(self._discovered().attention.values())
 
     def merge_records(self) -> tuple[MergeRecord, ...]:
         """All merge kernels, in order of registration."""
-        self._discover()
-        return tuple(self._known.merge.values())
+        return tuple(self._discovered().merge.values())
 
     def missing(self) -> tuple[Rejection, ...]:
         """Kernel packages that are not there or failed to load, with the reason."""
-        self._discover()
-        return tuple(Rejection(name, (reason,)) for name, reason in self._known.missing.items())
+        found = self._discovered().missing
+        return tuple(Rejection(name, (reason,)) for name, reason in found.items())
 
     @property
     def version(self) -> int:
         """Grows with every change, so that caches of decisions can tell they are stale."""
         return self._known.version
 
-    def _change(self, **tables: Any) -> None:
-        known = self._known
-        self._known = dataclasses.replace(known, version=known.version + 1, **tables)
-
-    def _discover(self) -> None:
-        if self._known.discovered:
-            return
+    def _change(self, edit: Callable[[_Records], dict[str, Any]]) -> None:
+        """Assign what `edit` makes of the records; anew if a handler's change came between."""
         with self._lock:
-            found = self._discovered_records()
-            known = self._known
-            if known.discovered:  # by another thread, or by a signal's handler that came between
-                return
-            self._change(
-                attention={**found.attention, **known.attention},
-                merge={**found.merge, **known.merge},
-                missing=found.missing,
-                discovered=True,
-            )
+            while True:
+                known = self._known
+                changes = edit(known)
+                changed = dataclasses.replace(known, version=next(self._versions), **changes)
+                if self._known is known:
+                    self._known = changed
+                    return
 
-    def _discovered_records(self) -> _Records:
-        """What can be discovered, behind what is registered already."""
+    def _discovered(self) -> _Records:
         if self._known.discovered:
             return self._known
+        with self._lock:
+            if self._drafting.locked():  # by this thread: a handler, or a package that reads
+                return self._draft._known if self._draft is not None else self._known
+            if not self._known.discovered:
+                with self._drafting:
+                    start = self._known
+                    found = self._draft_all()
+                    self._change(lambda known: _published(found, start, known))
+            return self._known
+
+    def _draft_all(self) -> _Records:
+        """What can be discovered, behind what is registered already."""
+        self._draft = self._copy()
         from stream_attention.core import routes
 
-        found = self._copy()
-        routes.register(found)
+        routes.register(self._draft)
         missing, packages = {}, _kernel_packages()
         for name in packages:
             try:
                 module = importlib.import_module(f"stream_attention.{name}.capabilities")
-                of_package = found._copy()  # all records of a package or none
+                of_package = self._draft._copy()  # all records of a package or none
                 module.register(of_package)
-                found = of_package
+                self._draft = of_package
             except (
                 Exception,
                 SystemExit,
@@ -232,13 +241,24 @@ class Registry:
             if name not in packages:
                 wheel = f"stream-attention-{name.replace('_', '-')}"
                 missing[name] = f"package {wheel} is not installed"
-        return dataclasses.replace(found._known, missing=missing)
+        return dataclasses.replace(self._draft._known, missing=missing)
 
     def _copy(self) -> Registry:
         """The same records in a registry that discovers nothing."""
         copied = Registry(discover=False)
         copied._known = dataclasses.replace(self._known, discovered=True)
         return copied
+
+
+def _published(found: _Records, start: _Records, known: _Records) -> dict[str, Any]:
+    """What was found beside what is known; `start`: what was known when the search began."""
+    tables: dict[str, Any] = {"missing": found.missing, "discovered": True}
+    for kind in ("attention", "merge"):
+        before, now = getattr(start, kind), getattr(known, kind)
+        every = {**getattr(found, kind), **now}
+        gone = before.keys() - now.keys()
+        tables[kind] = {name: record for name, record in every.items() if name not in gone}
+    return tables
 
 
 def _with(table: Mapping[str, Any], name: str, record: Any) -> dict[str, Any]:
@@ -269,16 +289,16 @@ def _arch_of(package: str) -> int:
     return int("".join(filter(str.isdigit, package)) or 0)
 
 
+def _renew_every_lock() -> None:
+    """In a forked process: other threads, which are not there, may have held them."""
+    for registry in list(_EVERY):
+        registry._renew_locks()
+
+
+_EVERY: weakref.WeakSet[Registry] = weakref.WeakSet()
 _DEFAULT = Registry()
-
-
-def _renew_lock() -> None:
-    """In a forked process: another thread, which is not there, may have held it."""
-    _DEFAULT._lock = threading.RLock()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+    os.register_at_fork(after_in_child=_renew_every_lock)
 
 
 def default_registry() -> Registry:

@@ -19,6 +19,7 @@ import torch
 
 from stream_attention.core.cache_checks import (
     address_of,
+    held_bytes,
     require_dense,
     require_memory,
     row_alignment,
@@ -277,7 +278,7 @@ def _kernel(
     unit = row_alignment(parts)
     if not all(tensor.is_contiguous() for tensor in tensors):
         return None
-    if any(address_of(tensor) is None for tensor in tensors):
+    if any(address_of(tensor) is None or held_bytes(tensor) is None for tensor in tensors):
         return None
     faults = Faults()
     for tensor in tensors:

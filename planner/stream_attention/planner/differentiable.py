@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 import torch
 
 from stream_attention.core.backend_plan import AttentionBackendPlan, Rejection
-from stream_attention.core.cache_checks import require_dense
+from stream_attention.core.cache_checks import address_of, held_bytes, require_dense
 from stream_attention.core.call_checks import check_grad
 from stream_attention.core.describe import Described, describe
 from stream_attention.core.device import device_facts
 from stream_attention.core.errors import Faults, UnsupportedProblem, shape_of
 from stream_attention.core.problem import PROBLEM_RULES, AttentionProblem
 from stream_attention.core.registry import Registry, default_registry
+from stream_attention.core.routes.sdpa_masks import seen
 from stream_attention.core.validate import MAX_LISTED
 from stream_attention.core.validate import validate as validate_contents
 from stream_attention.planner.dispatch import (
@@ -147,7 +148,7 @@ def prefill_problem(
     _check_mask(faults, attn_mask, (q, k) if fit else None)
     described = _described(faults, fit, q, k, v, options)
     if validate:
-        _check_bias(faults, attn_mask)
+        _check_bias(faults, attn_mask, described.problem)
         _with_faults(faults, lambda: validate_contents(described))
     return dataclasses.replace(described.problem, phase="prefill", mask=_mask_kind(attn_mask))
 
@@ -318,13 +319,25 @@ def _check_mask(
     )
 
 
-def _check_bias(faults: Faults, mask: torch.Tensor | None) -> None:
-    """Values of an additive mask: one of NaN or +inf makes its row NaN. Syncs."""
-    if mask is None or mask.dtype == torch.bool or mask.device.type == "meta":
+def _check_bias(faults: Faults, mask: torch.Tensor | None, problem: AttentionProblem) -> None:
+    """Values of an additive mask: a NaN or +inf that is seen makes its row NaN. Syncs once.
+
+    What stands for another tensor, as in a transform of `torch.func`, holds no values to look at.
+    """
+    if mask is None or mask.dtype == torch.bool or not mask.numel():
         return
-    where = (~(mask < float("inf"))).nonzero()
+    if address_of(mask) is None or held_bytes(mask) is None:
+        return
+    bad = ~(mask < float("inf"))
+    if not bool(bad.any()):
+        return
+    qo_len, kv_len = problem.max_qo_len, problem.kv_capacity
+    visible = seen(problem, (0, qo_len), (0, kv_len), kv_len - qo_len, mask.device)
+    if visible is not None:
+        bad = bad & visible
+    where, values = bad.nonzero(), mask.expand(bad.shape)
     for index in where[:MAX_LISTED].tolist():
-        value, rule = float(mask[tuple(index)]), "must be a finite number, or -inf for not seen"
+        value, rule = float(values[tuple(index)]), "must be a finite number, or -inf for not seen"
         faults.add(f"attn_mask{index}", value, rule, "float('-inf')")
     if len(where) > MAX_LISTED:
         rule = f"the first {MAX_LISTED} are listed"

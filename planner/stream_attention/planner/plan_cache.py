@@ -17,9 +17,13 @@ MAX_SCRATCH_BYTES = 256 << 20
 
 
 class _Idle(deque["Built"]):
-    """Idle launches of one key, the latest last; `used` grows with every one that is given back."""
+    """Idle launches of one key, the latest last; `used` grows with every one that is given back.
+
+    scratch_bytes: of each of them.
+    """
 
     used = 0
+    scratch_bytes = 0
 
 
 class PlanCache:
@@ -49,8 +53,7 @@ class PlanCache:
     @property
     def scratch_bytes(self) -> int:
         """Scratch of all idle launches."""
-        kept = (list(idle) for idle in list(self._idle.values()))
-        return sum(plan.backend_plan.workspace_bytes for plans in kept for plan in plans)
+        return sum(len(idle) * idle.scratch_bytes for idle in list(self._idle.values()))
 
     def take(self, key: Hashable) -> Built | None:
         """An idle launch for `key`, now the caller's alone, or `None`."""
@@ -70,26 +73,32 @@ class PlanCache:
         idle = self._idle.get(key)
         if idle is None:
             idle = self._idle.setdefault(key, _Idle())
+        idle.scratch_bytes = plan.backend_plan.workspace_bytes
         idle.append(plan)
         idle.used = next(self._clock)
-        # A key whose launches are all in use, or were lost, counts as one launch.
-        while (
-            max(len(self), len(self._idle)) > self.max_plans
-            or self.scratch_bytes > self.max_scratch_bytes
-        ):
-            self._drop_oldest()
+        while self._is_full() and self._drop_oldest():
+            pass
 
-    def _drop_oldest(self) -> None:
+    def _is_full(self) -> bool:
+        """Whether the bounds are passed; a key whose launches are all in use counts as one."""
+        every = list(self._idle.values())
+        if len(every) > self.max_plans or sum(map(len, every)) > self.max_plans:
+            return True
+        return self.scratch_bytes > self.max_scratch_bytes
+
+    def _drop_oldest(self) -> bool:
+        """Drop one launch, or a key that has none; `False` where there is nothing to drop."""
         known = [
             (key, idle) for key in list(self._idle) if (idle := self._idle.get(key)) is not None
         ]
         if not known:
-            return
+            return False
         key, oldest = min(known, key=lambda entry: entry[1].used)
         with contextlib.suppress(IndexError):
             oldest.popleft()
         if not oldest:
             self._idle.pop(key, None)
+        return True
 
     def clear(self) -> None:
         """Drop every idle launch."""

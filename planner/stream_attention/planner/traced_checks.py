@@ -13,7 +13,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from stream_attention.core.cache import CACHE_CLASSES, PagedKVCache
-from stream_attention.core.call_checks import check_grad
+from stream_attention.core.call_checks import check_grad, require_values
 from stream_attention.core.errors import Faults
 from stream_attention.core.problem import MAX_WINDOW
 from stream_attention.planner.modes import DEFAULT_MODE, MODES
@@ -73,7 +73,7 @@ def check_cache_kinds(faults: Faults, cache: Any, v_cache: Any) -> None:
         faults.add("cache", kind, "must be a cache, or a key tensor beside v_cache")
         return
     else:
-        pools = {"v_cache": v_cache}
+        pools = {"v_cache": v_cache} if require_values(faults, v_cache) else {}
     for name, value in pools.items():
         if not isinstance(value, torch.Tensor):
             faults.add(name, type(value).__name__, "must be a torch.Tensor")

@@ -96,5 +96,6 @@ def empty_like_output(
     zeros = q.narrow(-1, 0, 0).sum(-1, keepdim=True)
     for other in others:
         if other is not None and other.dtype.is_floating_point:
-            zeros = zeros + other.flatten().narrow(0, 0, 0).sum().to(q.dtype)
+            none = other.unsqueeze(0) if other.dim() == 0 else other  # a view, nothing is copied
+            zeros = zeros + none.narrow(-1, 0, 0).sum().to(q.dtype)
     return zeros.expand(*q.shape[:-1], head_dim_vo).contiguous()
