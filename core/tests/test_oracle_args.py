@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from stream_attention.core.cache import ContiguousKVCache
+from stream_attention.core.cache import ContiguousKVCache, PagedKVCache
 from stream_attention.core.oracle import attention
 
 REAL = "must be real and floating"
@@ -105,3 +105,34 @@ def test_no_request_beside_a_mask_gives_no_row(shape):
     q, k = torch.randn(0, 7, 8, 16), torch.randn(0, 5, 2, 16)
     out = attention(q, (k, k), attn_mask=torch.ones(shape, dtype=torch.bool))
     assert out.shape == q.shape
+
+
+@pytest.mark.parametrize("left", [0, 3])
+@pytest.mark.parametrize("name", ["q", "k", "v", "attn_sink", "attn_mask"])
+def test_a_tensor_without_its_memory_is_named(name, left):
+    of = {
+        "q": torch.randn(2, 3, 4, 16),
+        "k": torch.randn(2, 6, 2, 16),
+        "v": torch.randn(2, 6, 2, 8),
+    }
+    of |= {"attn_sink": torch.zeros(4), "attn_mask": torch.zeros(3, 6)}
+    of[name].untyped_storage().resize_(left)
+    rule = rf"{name}\.untyped_storage\(\)\.nbytes\(\)={left}: must hold"
+    with pytest.raises(ValueError, match=rule):
+        attention(of.pop("q"), (of.pop("k"), of.pop("v")), **of)
+
+
+@pytest.mark.parametrize("name", ["key", "value", "page_table", "sequence_lengths", "key_scale"])
+def test_a_tensor_of_a_cache_without_its_memory_is_named(name):
+    pool = torch.randn(4, 16, 2, 16).to(torch.float8_e4m3fn)
+    cache = PagedKVCache(
+        key=pool,
+        value=pool.clone(),
+        page_table=torch.arange(4, dtype=torch.int32).view(2, 2),
+        sequence_lengths=torch.tensor([20, 7], dtype=torch.int32),
+        key_scale=torch.ones(2),
+        value_scale=torch.ones(2),
+    )
+    getattr(cache, name).untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=rf"{name}\.untyped_storage\(\)\.nbytes\(\)=0: must hold"):
+        attention(torch.randn(2, 4, 16), cache)

@@ -7,8 +7,10 @@ from torch.utils._pytree import tree_map
 
 import stream_attention as stream_attn
 from stream_attention import ContiguousKVCache, PagedKVCache, StreamAttnEngine
+from stream_attention.core.state import merge_many
 
 FP8 = torch.float8_e4m3fn
+STATES = ("out_a", "lse_a", "out_b", "lse_b")
 NAMES = (
     "q",
     "key",
@@ -172,3 +174,47 @@ def test_states_that_stand_for_others_are_merged():
     assert [t.shape for t in fake] == [t.shape for t in want]
     got = torch.func.functionalize(stream_attn.merge_states)(out, lse, out, lse)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("call", [stream_attn.train, stream_attn.prefill])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+@pytest.mark.parametrize("left", [0, 5])
+@pytest.mark.parametrize("name", ["q", "k", "v", "attn_sink", "attn_mask"])
+def test_a_sequence_or_a_mask_without_its_memory_is_named(call, dtype, left, name):
+    of = {
+        "q": torch.randn(2, 3, 4, 16),
+        "k": torch.randn(2, 6, 2, 16),
+        "v": torch.randn(2, 6, 2, 16),
+        "attn_sink": torch.zeros(4),
+        "attn_mask": torch.zeros(3, 6, dtype=dtype),
+    }
+    of[name].untyped_storage().resize_(left)
+    told = {"k": "key", "v": "value"}.get(name, name)
+    rule = rf"{told}\.untyped_storage\(\)\.nbytes\(\)={left}: must hold"
+    for flags in ({}, {"validate": False}) if call is stream_attn.prefill else ({},):
+        with pytest.raises(ValueError, match=rule):
+            call(**of, **flags)
+
+
+@pytest.mark.parametrize("left", [0, 5])
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_without_its_memory_is_named(left, name):
+    of = {n: torch.randn(3, 4, 8) if "out" in n else torch.randn(3, 4) for n in STATES}
+    of[name].untyped_storage().resize_(left)
+    with pytest.raises(ValueError, match=rf"{name}\.untyped_storage\(\)\.nbytes\(\)={left}"):
+        stream_attn.merge_states(**of)
+
+
+@pytest.mark.parametrize("name", ["outs", "lses", "attn_sink"])
+def test_many_states_without_their_memory_are_named(name):
+    of = {"outs": torch.randn(2, 3, 4, 8), "lses": torch.randn(2, 3, 4), "attn_sink": torch.ones(4)}
+    of[name].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=rf"{name}\.untyped_storage\(\)\.nbytes\(\)=0"):
+        merge_many(**of)
+
+
+def test_a_serving_call_in_a_transform_is_told_so():
+    q, k = torch.randn(2, 4, 16), torch.randn(2, 8, 2, 16)
+    call = torch.func.functionalize(lambda q: stream_attn.decode(q, k, k)[0])
+    with pytest.raises(ValueError, match="q='transformed': a serving call takes tensors with mem"):
+        call(q)

@@ -108,6 +108,25 @@ def test_prefill_validates_the_values_of_an_additive_mask():
     stream_attn.prefill(**_sequences(), attn_mask=mask, validate=False)
 
 
+@pytest.mark.parametrize(
+    ("shape", "at"),
+    [((), ()), ((6,), (0,)), ((2, 1, 1, 1), (1, 0, 0, 0)), ((1, 1, 3, 1), (0, 0, 2, 0))],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_value_of_a_broadcast_mask_is_named_where_it_is(shape, at, causal):
+    mask = torch.zeros(shape)
+    mask[at] = NAN
+    with pytest.raises(ValueError) as caught:
+        stream_attn.prefill(**_sequences(), attn_mask=mask, causal=causal)
+    assert str(caught.value).count("attn_mask") == 1
+    assert f"attn_mask{list(at)}=nan" in str(caught.value)
+
+
+def test_a_mask_of_no_request_is_seen_by_nobody():
+    of = {name: tensor[:0] for name, tensor in _sequences().items()}
+    assert stream_attn.prefill(**of, attn_mask=torch.full((3, 6), NAN)).shape == (0, 3, 4, 16)
+
+
 def test_a_mask_may_hold_anything_where_nothing_is_seen():
     hidden, of = torch.zeros(3, 6), _sequences()
     hidden[0, 4:], hidden[1, 5] = NAN, math.inf

@@ -92,17 +92,9 @@ def require_dense(faults: Faults, name: str, tensor: torch.Tensor) -> bool:
     return faults.require(not lazy, f"{name}.is_neg()", True, rule, nearest)
 
 
-def address_of(tensor: torch.Tensor) -> int | None:
-    """`data_ptr()`, or `None` inside `torch.func` transforms, whose tensors stand for others."""
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return None
-
-
-def held_bytes(tensor: torch.Tensor) -> int | None:
-    """Bytes of a tensor's storage; `None` where it is another's stand-in (fake, functional, of a
-    transform, a wrapper), which has no memory of its own to look at.
+def _storage_of(tensor: torch.Tensor) -> Any:
+    """A tensor's storage; `None` where the tensor is another's stand-in (fake, functional, of a
+    transform, a wrapper) or on the meta device, and has no memory of its own to look at.
     """
     try:
         storage = tensor.untyped_storage()
@@ -111,7 +103,17 @@ def held_bytes(tensor: torch.Tensor) -> int | None:
         storage.data_ptr()
     except RuntimeError:
         return None
-    return storage.nbytes()
+    return storage
+
+
+def address_of(tensor: torch.Tensor) -> int | None:
+    """`data_ptr()`, or `None` of a tensor without memory of its own."""
+    if _storage_of(tensor) is None:
+        return None
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return None
 
 
 def require_memory(faults: Faults, name: str, tensor: torch.Tensor) -> bool:
@@ -119,11 +121,10 @@ def require_memory(faults: Faults, name: str, tensor: torch.Tensor) -> bool:
 
     Kernels take an address: what lies behind the storage's end is another tensor's, or nobody's.
     """
-    if not tensor.numel() or address_of(tensor) is None:
+    storage = _storage_of(tensor) if tensor.numel() else None
+    if storage is None:
         return True
-    held = held_bytes(tensor)
-    if held is None:
-        return True
+    held = storage.nbytes()
     end = (tensor.storage_offset() + reach_of(tensor)) * tensor.element_size()
     if end <= held:
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from stream_attention.core.cache import ContiguousKVCache, PagedKVCache
+from stream_attention.core.cache_checks import require_memory
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.ir import is_int
 from stream_attention.core.problem import MAX_WINDOW
@@ -88,6 +90,10 @@ def prepare(
     if cache is None or not _check_query(faults, q, cache, qo_indptr):
         faults.raise_if_any("oracle.attention")
     assert cache is not None
+    _require_memory(
+        faults, cache, q=q, qo_indptr=qo_indptr, attn_sink=attn_sink, attn_mask=attn_mask
+    )
+    faults.raise_if_any("oracle.attention")  # what follows reads them
     batch, capacity, dim_vo = _extent(cache)
     if qo_indptr is not None:
         indptr = qo_indptr.tolist()
@@ -262,6 +268,17 @@ def _check_query(faults: Faults, q: Any, cache: Any, indptr: Any) -> bool:
         f"must be an int32 tensor [{batch + 1}] on q's device, beside q [total_q, Hq, D]",
         (batch + 1,),
     )
+
+
+def _require_memory(faults: Faults, cache: Any, tensors: dict[str, Any]) -> None:
+    """Of all tensors of a call that can be asked."""
+    if isinstance(cache, tuple):
+        tensors |= {"k": cache[0], "v": cache[1]}
+    else:
+        tensors |= {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
+    for name, tensor in tensors.items():
+        if _is_dense(tensor):
+            require_memory(faults, name, tensor)
 
 
 def _check_contents(faults: Faults, cache: Any, indptr: list[int], total: int) -> None:

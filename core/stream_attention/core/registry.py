@@ -214,6 +214,7 @@ class Registry:
                 return self._draft._known if self._draft is not None else self._known
             if not self._known.discovered:
                 with self._drafting:
+                    self._draft = None  # one that was not finished
                     start = self._known
                     found = self._draft_all()
                     self._change(lambda known: _published(found, start, known))
@@ -246,6 +247,7 @@ class Registry:
     def _copy(self) -> Registry:
         """The same records in a registry that discovers nothing."""
         copied = Registry(discover=False)
+        copied._versions = itertools.count(self._known.version + 1)
         copied._known = dataclasses.replace(self._known, discovered=True)
         return copied
 

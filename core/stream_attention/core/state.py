@@ -19,7 +19,6 @@ import torch
 
 from stream_attention.core.cache_checks import (
     address_of,
-    held_bytes,
     require_dense,
     require_memory,
     row_alignment,
@@ -147,12 +146,17 @@ def _torch_merge(
     return out.to(dtype), lse
 
 
+def _require_memory(faults: Faults, name: str, tensor: torch.Tensor) -> bool:
+    """As elsewhere; a tracer cannot ask."""
+    return torch.compiler.is_compiling() or require_memory(faults, name, tensor)
+
+
 def _check_part(faults: Faults, out_name: str, out: Any, lse_name: str, lse: Any) -> None:
     dense = True
     for name, value in ((out_name, out), (lse_name, lse)):
         if not isinstance(value, torch.Tensor):
             faults.add(name, type(value).__name__, "must be a torch.Tensor")
-        elif require_dense(faults, name, value):
+        elif require_dense(faults, name, value) and _require_memory(faults, name, value):
             continue
         dense = False
     if not dense:
@@ -228,7 +232,9 @@ def _check_sink(faults: Faults, sink: Any, lses: torch.Tensor) -> None:
         type(sink).__name__,
         "must be a torch.float32 tensor [num_heads]",
         "None",
-    ) or not require_dense(faults, "attn_sink", sink):
+    ) or not (
+        require_dense(faults, "attn_sink", sink) and _require_memory(faults, "attn_sink", sink)
+    ):
         return
     faults.require(
         sink.dtype == torch.float32,
@@ -278,12 +284,8 @@ def _kernel(
     unit = row_alignment(parts)
     if not all(tensor.is_contiguous() for tensor in tensors):
         return None
-    if any(address_of(tensor) is None or held_bytes(tensor) is None for tensor in tensors):
+    if any(address_of(tensor) is None for tensor in tensors):
         return None
-    faults = Faults()
-    for tensor in tensors:
-        require_memory(faults, "state" if tensor is not sink else "attn_sink", tensor)
-    faults.raise_if_any("merge")
     if any(out.data_ptr() % unit for out in outs):
         return None
     problem = MergeProblem(

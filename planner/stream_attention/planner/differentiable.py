@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from stream_attention.core.backend_plan import AttentionBackendPlan, Rejection
-from stream_attention.core.cache_checks import address_of, held_bytes, require_dense
+from stream_attention.core.cache_checks import address_of, require_dense, require_memory
 from stream_attention.core.call_checks import check_grad
 from stream_attention.core.describe import Described, describe
 from stream_attention.core.device import device_facts
@@ -289,7 +289,9 @@ def _check_mask(
         return
     if not faults.require(
         isinstance(mask, torch.Tensor), "attn_mask", type(mask).__name__, "must be a torch.Tensor"
-    ) or not require_dense(faults, "attn_mask", mask):
+    ) or not (
+        require_dense(faults, "attn_mask", mask) and require_memory(faults, "attn_mask", mask)
+    ):
         return
     if sequences is None:
         return
@@ -326,7 +328,7 @@ def _check_bias(faults: Faults, mask: torch.Tensor | None, problem: AttentionPro
     """
     if mask is None or mask.dtype == torch.bool or not mask.numel():
         return
-    if address_of(mask) is None or held_bytes(mask) is None:
+    if address_of(mask) is None or not problem.total_qo_len:
         return
     bad = ~(mask < float("inf"))
     if not bool(bad.any()):
@@ -334,10 +336,10 @@ def _check_bias(faults: Faults, mask: torch.Tensor | None, problem: AttentionPro
     qo_len, kv_len = problem.max_qo_len, problem.kv_capacity
     visible = seen(problem, (0, qo_len), (0, kv_len), kv_len - qo_len, mask.device)
     if visible is not None:
-        bad = bad & visible
-    where, values = bad.nonzero(), mask.expand(bad.shape)
+        bad = (bad & visible).sum_to_size(mask.shape) > 0
+    where = bad.nonzero()
     for index in where[:MAX_LISTED].tolist():
-        value, rule = float(values[tuple(index)]), "must be a finite number, or -inf for not seen"
+        value, rule = float(mask[tuple(index)]), "must be a finite number, or -inf for not seen"
         faults.add(f"attn_mask{index}", value, rule, "float('-inf')")
     if len(where) > MAX_LISTED:
         rule = f"the first {MAX_LISTED} are listed"
