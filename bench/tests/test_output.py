@@ -3,6 +3,8 @@
 import errno
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -66,6 +68,36 @@ def test_a_write_that_breaks_off_leaves_the_old_file_and_no_draft(tmp_path, monk
         output.write_text(path, "new and longer")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EBUSY, errno.EXDEV])
+def test_a_file_that_cannot_be_replaced_is_written_in_place(tmp_path, monkeypatch, number):
+    def refuse(source, target):
+        raise OSError(number, os.strerror(number))
+
+    path = tmp_path / "run.json"
+    path.write_text("old and longer")
+    monkeypatch.setattr(os, "replace", refuse)
+    output.write_text(path, "new")
+    assert path.read_text() == "new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_the_file_that_the_report_goes_to_is_refused(tmp_path, stream):
+    path = tmp_path / "log"
+    program = [sys.executable, "-m", "stream_attention.bench.host_cost"]
+    with path.open("w") as file:
+        other = {"stdout": "stderr", "stderr": "stdout"}[stream]
+        done = subprocess.run(
+            [*program, f"--json=/dev/{stream}"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            text=True,
+            **{stream: file, other: subprocess.PIPE},
+        )
+    said = path.read_text() if stream == "stderr" else done.stderr
+    rule = "must not be the file that stdout or stderr goes to; use out.json"
+    assert (done.returncode, said) == (2, f"host_cost: --json='/dev/{stream}': {rule}\n")
 
 
 def test_the_target_is_whole_at_every_moment(tmp_path, monkeypatch):

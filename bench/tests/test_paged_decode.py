@@ -185,6 +185,8 @@ def test_only_our_own_broken_routes_fail_the_run():
     assert paged_decode.exit_status(Fake(Row("a", "route", *broken))) == 1
     assert paged_decode.exit_status(Fake(Row("a", "route", "unsupported", ("why",)))) == 3
     assert paged_decode.exit_status(Fake(Row("a", "peer", *broken))) == 3
+    slow = Row("a", "peer", "wrong", ("implausible",), timed.timing)
+    assert paged_decode.exit_status(Fake(slow)) == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device serves the route")

@@ -132,8 +132,24 @@ def test_one_pool_is_checked_as_a_whole_and_a_shared_output_is_stated():
     assert "oracle: 2 of 2 rows; all rows: finite, and written when timed" in printed(result(one))
     shared = dataclasses.replace(ROWS[1], check=dataclasses.replace(CHECK, rerun=True))
     text = printed(result(ROWS[0], shared))
-    assert "gather: one output for all pools: checked after a run of each, untimed" in text
+    assert (
+        "gather: checked against the fp64 oracle: 2 of 2 rows of the first pool and of the last; "
+        "one output for all pools, so each was run again, untimed"
+    ) in text
     assert "ours: one output" not in text
+    assert "written when timed" not in printed(result(shared))
+    copied = dataclasses.replace(ROWS[1], check=dataclasses.replace(CHECK, poisoned=False))
+    text = printed(result(copied))
+    assert "gather: checked against the fp64 oracle: 2 of 2 rows" in text
+    assert "; its output cannot be poisoned (a copy?), so that the timed runs wrote it was" in text
+    assert "written when timed" not in text
+
+
+def test_a_wrong_row_keeps_its_time_and_counts_nowhere():
+    fast = Row("liar", "peer", "wrong", ("implausible",), timing(1.0), CHECK)
+    found = result(ROWS[0], ROWS[1], fast)
+    assert found.best_peer() is ROWS[1] and report.fastest_row(found) is ROWS[0]
+    assert found.speed_up(fast) is None and "1.00 [" in cells(printed(found), "liar")
 
 
 def test_a_skipped_case_says_why():

@@ -1,5 +1,6 @@
 """A run that is stopped says so in one line, and leaves nothing running."""
 
+import json
 import os
 import pathlib
 import signal
@@ -10,7 +11,7 @@ import time
 import pytest
 from absl import flags
 
-from stream_attention.bench import host_cost, paged_decode, stopping
+from stream_attention.bench import host_cost, paged_decode, results
 
 TINY = ["--batch=2", "--lengths=16", "--num_qo_heads=4", "--num_kv_heads=2", "--head_dim=16"]
 QUICK = ["--device=cpu", "--warm", "--replays=3", "--routes=torch", "--peers=none"]
@@ -49,33 +50,17 @@ def test_an_interrupted_run_names_the_file_with_its_finished_cases(capsys, monke
     monkeypatch.setattr(paged_decode, "missing_packages", lambda: {"kernels": "not installed"})
     status = call(paged_decode, *TINY, *QUICK, f"--json={path}")
     assert status == 130 and path.exists()
-    said = f"paged_decode: interrupted; finished cases are in {path}\n"
+    said = f"paged_decode: interrupted; what had finished is in {path}\n"
     assert capsys.readouterr().err.endswith(said)
 
 
-@pytest.mark.parametrize(("stop", "status"), [(interrupt, 130), (terminate, 143)])
-def test_a_stop_ends_both_programs_with_its_status(capsys, monkeypatch, stop, status):
-    before = signal.getsignal(signal.SIGTERM)
-    # pytest would be ended by a signal that the program does not take.
-    monkeypatch.setattr(host_cost, "measure_costs", stop)
-    monkeypatch.setattr(paged_decode, "measure_read_curve", stop)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    try:
-        assert call(host_cost, "--samples=1") == status
-        assert call(paged_decode, *TINY, *QUICK) == status
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    word = {130: "interrupted", 143: "terminated"}[status]
+def test_an_interrupt_ends_both_programs_with_130(capsys, monkeypatch):
+    monkeypatch.setattr(host_cost, "measure_costs", interrupt)
+    monkeypatch.setattr(paged_decode, "measure_read_curve", interrupt)
+    assert call(host_cost, "--samples=1") == 130
+    assert call(paged_decode, *TINY, *QUICK) == 130
     shown = capsys.readouterr().err
-    assert f"host_cost: {word}\n" in shown and f"paged_decode: {word}\n" in shown
-
-
-def test_sigterm_is_not_an_error_of_a_contender_and_its_old_handler_comes_back():
-    before = signal.getsignal(signal.SIGTERM)
-    assert not issubclass(stopping.Terminated, (Exception, SystemExit))
-    with pytest.raises(stopping.Terminated), stopping.sigterm_raises():
-        terminate()
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert "host_cost: interrupted\n" in shown and "paged_decode: interrupted\n" in shown
 
 
 def test_host_cost_takes_no_arguments(capsys):
@@ -84,43 +69,94 @@ def test_host_cost_takes_no_arguments(capsys):
     assert capsys.readouterr().err == said
 
 
-def test_sigterm_ends_an_isolated_worker_too(tmp_path):
-    (tmp_path / "sleepy.py").write_text(
-        "import os, time\n"
-        "from stream_attention.bench.contenders import peer\n"
-        "@peer('sleepy')\n"
-        "def build(case, pools, device):\n"
-        f"    open({str(tmp_path / 'pid')!r} + '.part', 'w').write(str(os.getpid()))\n"
-        f"    os.rename({str(tmp_path / 'pid')!r} + '.part', {str(tmp_path / 'pid')!r})\n"
-        "    time.sleep(300)\n"
-    )
+PEERS = """
+import ctypes, os, time
+from stream_attention.bench.contenders import Work, peer
+from stream_attention.bench.peers.sdpa import build_gather
+
+def say_pid():
+    path = os.environ["PID_FILE"]
+    open(path + ".part", "w").write(str(os.getpid()))
+    os.rename(path + ".part", path)
+
+peer("first")(build_gather)
+
+@peer("sleepy")
+def build(case, pools, device):
+    say_pid()
+    time.sleep(300)
+
+@peer("hung")
+def build_hung(case, pools, device):
+    libc, mutex = ctypes.CDLL(None), (ctypes.c_char * 64)()
+    libc.pthread_mutex_lock(mutex)
+    def run():
+        say_pid()
+        libc.pthread_mutex_lock(mutex)  # never comes back, nor lets Python look at signals
+    return [Work(run=run, out=pool.q.clone()) for pool in pools]
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(flags)` begins the bench and waits for a peer of `PEERS`; gives it and the peer's."""
+    (tmp_path / "stopped_peers.py").write_text(PEERS)
     path = os.pathsep.join([str(tmp_path), *(entry for entry in sys.path if entry)])
-    program = [sys.executable, "-m", "stream_attention.bench.paged_decode", *TINY]
-    chosen = ["--device=cpu", "--warm", "--isolate", "--routes=none", "--peers=sleepy"]
-    run = subprocess.Popen(
-        [*program, *chosen, "--contender_modules=sleepy", "--"],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        for _ in range(600):
-            if (tmp_path / "pid").exists() or run.poll() is not None:
+    pid_file = tmp_path / "pid"
+    program = [sys.executable, "-m", "stream_attention.bench.paged_decode", *TINY, "--routes=none"]
+    chosen = ["--device=cpu", "--warm", "--replays=3", "--contender_modules=stopped_peers"]
+    begun = []
+
+    def begin(*arguments):
+        run = subprocess.Popen(
+            [*program, *chosen, *arguments],
+            env={**os.environ, "PYTHONPATH": path, "PID_FILE": str(pid_file)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        begun.append(run.pid)
+        for _ in range(1200):
+            if pid_file.exists() or run.poll() is not None:
                 break
             time.sleep(0.1)
-        worker = (tmp_path / "pid").read_text()
-        run.terminate()
-        _, errors = run.communicate(timeout=30)
-    finally:
-        run.kill()
-    assert run.returncode == 143 and errors.endswith("paged_decode: terminated\n")
-    stat = pathlib.Path("/proc", worker, "stat")
+        begun.append(int(pid_file.read_text()))
+        return run, begun[-1]
+
+    yield begin
+    for pid in begun:
+        if state_of(pid) not in ("gone", "Z"):
+            os.kill(pid, signal.SIGKILL)
+
+
+def state_of(pid):
+    stat = pathlib.Path("/proc", str(pid), "stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+
+
+def test_one_sigterm_ends_a_call_that_never_comes_back(start):
+    run, _ = start("--peers=hung")
+    time.sleep(0.5)
+    run.terminate()
+    assert run.wait(10) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_worker_ends_with_its_parent_and_what_was_done_is_in_the_file(start, tmp_path, number):
+    path = tmp_path / "run.json"
+    run, worker = start("--isolate", "--peers=first,sleepy", f"--json={path}", "--")
+    assert worker != run.pid and state_of(worker) not in ("gone", "Z")
+    run.send_signal(number)
+    assert run.wait(10) == -number
     for _ in range(50):  # the kernel takes a moment
-        state = stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else "gone"
-        if state in ("gone", "Z"):
+        if state_of(worker) in ("gone", "Z"):
             break
         time.sleep(0.1)
-    if state not in ("gone", "Z"):
-        os.kill(int(worker), signal.SIGKILL)
-    assert state in ("gone", "Z")
+    assert state_of(worker) in ("gone", "Z")
+    (case,) = results.from_json(json.loads(path.read_text())).cases
+    assert [(row.contender, row.outcome) for row in case.rows] == [
+        ("first", "ok"),
+        ("sleepy", "not_run"),
+    ]

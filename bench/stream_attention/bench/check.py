@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from stream_attention.bench.cases import DecodeCase
 from stream_attention.bench.contenders import Work
 from stream_attention.bench.pools import Pool
 from stream_attention.core.cache import KVCache, PagedKVCache
@@ -25,6 +26,13 @@ from stream_attention.core.testing.tolerance import compare
 ORACLE_BUDGET = {"cpu": 1 << 21, "cuda": 1 << 23}
 MAX_REQUESTS = 8
 
+# How outputs of pools are told apart: rows of this many requests, which are the same where their
+# distance is below this share of their length. Rounding, bf16 and atomics stay below 1e-2. Of 16
+# normal numbers, two sets are that near once in 1e26.
+_SAMPLED = 8
+_SAME = 0.02
+_LEAST_NUMBERS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -33,7 +41,8 @@ class Check:
     ok: within the tolerance and every row written. Errors are `None` where a fault was found before
     they were computed. rows_checked of rows: against the oracle.
     message: what is wrong, "" when nothing is. rerun: the calls share one output, which holds the
-    last result only, so each was judged after a run of its own that was not timed.
+    last result only, so each was judged after a run of its own that was not timed. poisoned: poison
+    put into the outputs was found there again; where not, an old result may have been judged.
     """
 
     ok: bool
@@ -45,6 +54,7 @@ class Check:
     rows: int
     message: str = ""
     rerun: bool = False
+    poisoned: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,15 +125,70 @@ def judge_timed(
     """The verdict on timed runs over outputs that were poisoned before them, one work a pool.
 
     Every output: shape, dtype, and finite, with one sync for all. `expected` judges the first and
-    the last.
+    the last; the others must differ from these and from each other. Leaves the outputs poisoned.
     """
     outs = [work.result() for work in works]
     fault = _fault_of_any(outs, pools)
     if fault is not None:
         return fault
     if len({out.data_ptr() for out in outs}) < len(outs):
-        return _judge_shared(works, pools, expected)
-    return worst([e.verdict(out) for e, out in zip(expected, (outs[0], outs[-1]), strict=False)])
+        check = _judge_shared(works, pools, expected)
+    else:
+        ends = zip(expected, (outs[0], outs[-1]), strict=False)
+        check = worst([e.verdict(out) for e, out in ends])
+        if check.ok:
+            check = mixed_up([_sample(out, pools[0].case) for out in outs], pools) or check
+    return replace(check, poisoned=_all_poisoned(works)) if check.ok else check
+
+
+def _all_poisoned(works: Sequence[Work]) -> bool:
+    """Whether poison takes hold of outputs that `output()` gives; it does of those that are kept.
+
+    Overwrites them. Syncs. It does not where `output()` gives a copy, or what cannot be filled.
+    """
+    fresh = [work for work in works if work.out is None]
+    for work in fresh:
+        work.poison()
+    held = [work.result().isnan().all() for work in fresh]
+    return not held or bool(torch.stack(held).all())
+
+
+def _sample(out: torch.Tensor, case: DecodeCase) -> torch.Tensor:
+    """`[requests, heads * head_dim]` fp32: the last row of some requests with tokens; a copy."""
+    live = [request for request, tokens in enumerate(case.kv_lens) if tokens]
+    chosen = live[:: max(1, len(live) // _SAMPLED)][:_SAMPLED]
+    rows = torch.tensor([(request + 1) * case.q_len - 1 for request in chosen], dtype=torch.int64)
+    return out[rows.to(out.device)].float().flatten(1)
+
+
+def mixed_up(samples: Sequence[torch.Tensor], pools: Sequence[Pool]) -> Check | None:
+    """The first pool whose sample is another pool's, or has a row of zeros; `None` without one.
+
+    q, K and V of a pool are random and its own, so right outputs are as far apart as they are long;
+    the same pool twice differs in rounding. Says nothing of rows of so few independent numbers that
+    two could be alike by chance. The ends are right: of a pair, the other is at fault. One sync.
+    """
+    case, count = pools[0].case, len(pools)
+    if count < 2 or not samples[0].numel() or case.num_kv_heads * case.head_dim < _LEAST_NUMBERS:
+        return None
+    stacked = torch.stack(list(samples))
+    flat = stacked.flatten(1)
+    # Without products of rows: these may be rounded to TF32, and then tell nothing this near.
+    apart = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist")
+    near = apart < _SAME * flat.norm(dim=1, keepdim=True)
+    zero = (stacked == 0).all(2).any(1, keepdim=True)
+    found = torch.cat((zero, near), dim=1).tolist()
+    for index in (*range(1, count - 1), count - 1, 0):
+        is_zero, *same = found[index]
+        if is_zero:
+            fault = "a request with tokens has a row of zeros"
+            return failed(pools[index], f"pool {index + 1} of {count}: {fault}")
+        other = next((i for i in (count - 1, *range(index)) if same[i] and i != index), None)
+        if other is not None:
+            return failed(
+                pools[index], f"pool {index + 1} of {count}: gave pool {other + 1}'s output"
+            )
+    return None
 
 
 def _fault_of_any(outs: Sequence[torch.Tensor], pools: Sequence[Pool]) -> Check | None:
@@ -145,18 +210,22 @@ def _judge_shared(
 ) -> Check:
     """As `judge_timed` where an output is shared: each work is run once more, on poison."""
     by_pool = {id(e.pool): e for e in expected}
-    verdicts = []
+    verdicts, samples = [], []
     for index, (work, pool) in enumerate(zip(works, pools, strict=True)):
         work.poison()
         work.run()
         out = work.result()
+        samples.append(_sample(out, pool.case))
         if id(pool) in by_pool:
             verdicts.append(by_pool[id(pool)].verdict(out))
             continue
         fault = form_fault(out, pool) or unwritten(out)
         if fault:
             verdicts.append(failed(pool, f"pool {index + 1} of {len(pools)}: {fault}"))
-    return replace(worst(verdicts), rerun=True)
+    check = worst(verdicts)
+    if check.ok:
+        check = mixed_up(samples, pools) or check
+    return replace(check, rerun=True)
 
 
 def worst(checks: Sequence[Check]) -> Check:

@@ -9,7 +9,7 @@ Where the route `sm90_decode` can run, its `plan.run()` is timed too, over reque
 as a whole and in its two parts; elsewhere the row says why it is missing.
 
 Exit status: 0; 1 when a bar is not met; 2 for bad flags; 4 when the file of --json could not be
-written; 130 when interrupted, 143 when terminated.
+written, 5 when the report could not be printed; 130 when interrupted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from absl import app, flags
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -37,7 +39,7 @@ from stream_attention.bench.machine import Environment, environment
 from stream_attention.bench.output import UNWRITTEN, output_path, write_fault, write_text
 from stream_attention.bench.pools import build_pool
 from stream_attention.bench.routes import problem_of
-from stream_attention.bench.stopping import say_stopped, sigterm_raises
+from stream_attention.bench.screen import UNPRINTED, Screen, Unprintable, say, say_interrupted
 from stream_attention.bench.timing import Timing, measure_host
 from stream_attention.core.backend_plan import AttentionBackendPlan
 from stream_attention.core.describe import describe
@@ -320,10 +322,11 @@ def cost_table(costs: Sequence[Cost]) -> Table:
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
     """Measure, print, write; 1 when a bar is not met."""
     try:
-        with sigterm_raises():
-            return _main(argv, values)
-    except KeyboardInterrupt as error:
-        return say_stopped("host_cost", error)
+        return _main(argv, values)
+    except Unprintable:
+        return UNPRINTED
+    except KeyboardInterrupt:
+        return say_interrupted("host_cost")
 
 
 def _main(argv: Sequence[str], values: flags.FlagValues) -> int:
@@ -331,34 +334,45 @@ def _main(argv: Sequence[str], values: flags.FlagValues) -> int:
         flag_types.refuse_arguments(argv)
         path = output_path(values.json)
     except ValueError as error:
-        print(f"host_cost: {error}", file=sys.stderr)
+        say(f"host_cost: {error}")
         return 2
-    console = report.make_console()
-    report.print_header(console, environment(torch.device("cpu")))
-    if (gpu := gpu_environment()) is not None:
-        for line in gpu.lines()[:2]:
-            console.print(Text(line), soft_wrap=True)
+    screen = Screen("host_cost", report.make_console(), kept=path is not None)
+    screen.show(_print_header)
     costs = (
         *measure_costs(repeats=values.repeats, samples=values.samples),
         *native_costs(samples=values.samples),
         *import_costs(values.imports),
     )
+    written = path
+    if path is not None:
+        try:
+            write_text(path, json.dumps(to_json(costs), indent=1) + "\n")
+        except OSError as error:
+            say(f"host_cost: {write_fault(path, error)}")
+            written = None
+    screen.show(_print_costs, costs, written)
+    status = int(any(cost.met is False for cost in costs))
+    unwritten = UNWRITTEN if written != path else 0
+    return status or unwritten or (UNPRINTED if screen.error else 0)
+
+
+def _print_header(console: Console) -> None:
+    report.print_header(console, environment(torch.device("cpu")))
+    if (gpu := gpu_environment()) is not None:
+        for line in gpu.lines()[:2]:
+            console.print(Text(line), soft_wrap=True)
+
+
+def _print_costs(console: Console, costs: Sequence[Cost], written: Path | None) -> None:
+    """The table, what is missing in it, and the file that it is in too."""
     console.print(cost_table(costs))
     if tensor_guards() is None:
         console.print(f"  {SLOW_CHECK}", soft_wrap=True)
     for cost in costs:
         if cost.missing:
             console.print(Text(f"  {cost.name}: missing: {cost.missing}"), soft_wrap=True)
-    status = int(any(cost.met is False for cost in costs))
-    if path is None:
-        return status
-    try:
-        write_text(path, json.dumps(to_json(costs), indent=1) + "\n")
-    except OSError as error:
-        print(f"host_cost: {write_fault(path, error)}", file=sys.stderr)
-        return status or UNWRITTEN
-    console.print(f"raw samples: {path}", soft_wrap=True)
-    return status
+    if written is not None:
+        console.print(f"raw samples: {written}", soft_wrap=True)
 
 
 def define_flags(values: flags.FlagValues) -> None:

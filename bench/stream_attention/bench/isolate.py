@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,12 +22,12 @@ from stream_attention.bench.contenders import Contender
 from stream_attention.bench.floor import ReadCurve
 from stream_attention.bench.results import CaseResult, Row, from_json
 
-MODULE = "stream_attention.bench.paged_decode"
+MODULE = "stream_attention.bench.worker"
 _TAIL_LINES = 3
 
 
 def worker_command(contender: Contender, arguments: Sequence[str], path: Path) -> list[str]:
-    """The command of one worker: the user's flags, then the overrides that single it out.
+    """The command of one worker: its parent, the user's flags, the overrides that single it out.
 
     A `--` at the end of the user's flags is left out: what follows it would be no flag.
     """
@@ -38,6 +38,7 @@ def worker_command(contender: Contender, arguments: Sequence[str], path: Path) -
         sys.executable,
         "-m",
         MODULE,
+        str(os.getpid()),
         *arguments,
         f"--routes={chosen['route']}",
         f"--peers={chosen['peer']}",
@@ -55,9 +56,10 @@ def run_workers(
     seconds: float,
     progress: Callable[[str], None] = lambda message: None,
     command: Callable[[Contender, Sequence[str], Path], list[str]] = worker_command,
-) -> tuple[CaseResult, ...]:
+) -> Iterator[tuple[CaseResult, ...]]:
     """All contenders on all cases, one process a contender, one after the other.
 
+    Gives all cases after every worker; the rows of those to come say that they were not run.
     curve: this process's, for all floors. seconds: limit on one worker. command: replaced in tests.
     """
     parts: list[tuple[CaseResult, ...]] = []
@@ -68,9 +70,10 @@ def run_workers(
             path = Path(folder, f"{index}.json")
             lost.append(_run(command(contender, arguments, path), seconds))
             parts.append(from_json(json.loads(path.read_text())).cases if path.exists() else ())
-    return tuple(
-        _merge(case, index, contenders, parts, lost, curve) for index, case in enumerate(cases)
-    )
+            yield tuple(
+                _merge(case, index, contenders, parts, lost, curve)
+                for index, case in enumerate(cases)
+            )
 
 
 def _run(command: Sequence[str], seconds: float) -> str:
@@ -111,12 +114,15 @@ def _merge(
 ) -> CaseResult:
     rows: list[Row] = []
     found: list[CaseResult] = []
-    for contender, part, reason in zip(contenders, parts, lost, strict=True):
+    for contender, part, reason in zip(contenders, parts, lost, strict=False):
         if index < len(part):
             found.append(part[index])
             rows += part[index].rows or (_skipped(contender, part[index]),)
         else:
             rows.append(Row(contender.name, contender.kind, "failed", (reason,)))
+    for contender in contenders[len(parts) :]:
+        reason = "the run has not come to it, or was stopped before"
+        rows.append(Row(contender.name, contender.kind, "not_run", (reason,)))
     base = next((result for result in found if not result.skipped), None)
     if base is None and len(found) == len(contenders):
         base, rows = found[0], []  # the case does not fit, whoever asks

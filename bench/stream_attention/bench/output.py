@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from pathlib import Path
 
 UNWRITTEN = 4  # exit status of a program whose results did not reach their file
+# A folder where others' files stay (sticky), a file that is a mount, a file system in layers.
+_NOT_REPLACED = (errno.EPERM, errno.EBUSY, errno.EXDEV)
 
 
 def output_path(text: str | None) -> Path | None:
@@ -15,7 +18,8 @@ def output_path(text: str | None) -> Path | None:
 
     `None` stays `None`. Tries the folder, so that hours of samples are not lost to a bad path, and
     makes none: a folder that is not there is most often a mistake in its name.
-    Raises `ValueError` for an empty name, a folder, or what cannot be written.
+    Raises `ValueError` for an empty name, a folder, what cannot be written, or the file that stdout
+    or stderr goes to.
     """
     if text is None:
         return None
@@ -25,6 +29,10 @@ def output_path(text: str | None) -> Path | None:
             raise ValueError(f"--json={text!r}: must name a file; use {Path(text, 'out.json')}")
         if _is_special(path):
             return path
+        if _is_output(path):
+            raise ValueError(
+                f"--json={text!r}: must not be the file that stdout or stderr goes to; use out.json"
+            )
         folder = path.resolve().parent
         if not folder.exists():
             raise ValueError(
@@ -49,11 +57,23 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
+def _is_output(path: Path) -> bool:
+    """Whether `path` is the file that stdout or stderr is redirected to."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.stat()
+        for number in (1, 2):
+            with contextlib.suppress(OSError):  # closed
+                if os.path.samestat(found, os.fstat(number)):
+                    return True
+    return False
+
+
 def write_text(path: Path, text: str) -> None:
     """Write beside the target under a name of its own and rename: the file is whole or as before.
 
     A link stays a link, and a file keeps its mode. A device or a pipe is written to: a rename would
-    put a file in its place. Raises `OSError`; no draft is left behind then.
+    put a file in its place. So is a file that the system lets nobody replace. Raises `OSError`; no
+    draft is left behind then.
     """
     if _is_special(path):
         path.write_text(text)
@@ -65,7 +85,13 @@ def write_text(path: Path, text: str) -> None:
         with open(handle, "w") as file:
             file.write(text)
             os.fchmod(handle, mode)
-        os.replace(draft, path)
+        try:
+            os.replace(draft, path)
+        except OSError as error:
+            if error.errno not in _NOT_REPLACED:
+                raise
+            path.write_text(text)
+            os.unlink(draft)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(draft)

@@ -16,8 +16,8 @@ timed work. A run of several cases ends with a summary: a line a case, its time 
 plain form (pages of 16, K and V in q's dtype, least capacity), and geometric means.
 
 Exit status: 0; 1 when one of our own routes failed or was wrong; 2 for bad flags; 3 when no
-contender was timed in any case; 4 when the file of --json could not be written; 130 when
-interrupted, 143 when terminated.
+contender was timed in any case; 4 when the file of --json could not be written; 5 when the report
+could not be printed, at once without --json; 130 when interrupted. The first that holds.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from absl import app, flags
+from rich.console import Console
 
 from stream_attention.bench import contenders as contenders_lib
 from stream_attention.bench import flag_types, report, summary
@@ -43,7 +44,7 @@ from stream_attention.bench.progress import reporter
 from stream_attention.bench.results import CaseResult, Run, Sink
 from stream_attention.bench.routes import missing_packages, route_contenders
 from stream_attention.bench.runner import Settings, run_case
-from stream_attention.bench.stopping import say_stopped, sigterm_raises
+from stream_attention.bench.screen import UNPRINTED, Screen, Unprintable, say, say_interrupted
 
 FLAGS = flags.FLAGS
 
@@ -111,8 +112,8 @@ def _names(text: str) -> tuple[str, ...] | None:
 class Job:
     """What the flags ask for, resolved.
 
-    sink: the file of --json. arguments: the flags as given, for workers. worker_seconds: limit on
-    one isolated worker, `None` = everything in this process.
+    sink: the file of --json. screen: where the report goes. arguments: the flags as given, for
+    workers. worker_seconds: limit on one isolated worker, `None` = everything in this process.
     """
 
     cases: tuple[DecodeCase, ...]
@@ -122,18 +123,20 @@ class Job:
     settings: Settings
     options: dict[str, Any]
     sink: Sink
+    screen: Screen
     arguments: tuple[str, ...] = ()
     worker_seconds: float | None = None
 
 
 def run_all(job: Job) -> Run:
-    """Measure, print as results come in, and write the JSON file after every case.
+    """Measure; as results come in, write the JSON file and then print.
 
-    Isolated workers take all cases one after another, so results come when the last has ended.
+    Isolated workers take all cases one after another: the file is written after every worker, and
+    all is printed when the last has ended. Raises `Unprintable` without a file.
     """
-    console = report.make_console()
+    screen = job.screen
     facts = environment(job.device)
-    report.print_header(console, facts)
+    screen.show(report.print_header, facts)
     with reporter(len(job.cases)) as progress:
         progress.start("read curve")
         curve = measure_read_curve(
@@ -141,29 +144,33 @@ def run_all(job: Job) -> Run:
             job.device,
             on_size=lambda size: progress.step(f"{size >> 20} MiB"),
         )
-    report.print_curve(console, curve)
+    screen.show(report.print_curve, curve)
     run = Run(facts, job.options, curve, (), job.missing)
-    for result in _results(job, curve):
-        run = replace(run, cases=(*run.cases, result))
-        report.print_case(console, result)
+    for cases, finished in _results(job, curve):
+        run = replace(run, cases=cases)
         job.sink.write(run)
         if job.sink.error:
-            print(f"paged_decode: {job.sink.error}", file=sys.stderr)
+            say(f"paged_decode: {job.sink.error}")
+        for result in finished:
+            screen.show(report.print_case, result)
     if len(run.cases) > 1:
-        summary.print_summary(console, run.cases)
+        screen.show(summary.print_summary, run.cases)
     if job.missing:
-        console.print()
-        report.print_missing(console, job.missing)
+        screen.show(report.print_missing, job.missing)
     if job.sink.path is not None and not job.sink.error:
-        console.print(f"\nraw samples: {job.sink.path}", soft_wrap=True)
+        screen.show(Console.print, f"\nraw samples: {job.sink.path}", soft_wrap=True)
     return run
 
 
-def _results(job: Job, curve: ReadCurve) -> Iterator[CaseResult]:
+_Cases = tuple[CaseResult, ...]
+
+
+def _results(job: Job, curve: ReadCurve) -> Iterator[tuple[_Cases, _Cases]]:
+    """All cases so far, and those among them that have just been finished."""
     if job.worker_seconds is not None:
         with reporter(len(job.cases)) as progress:
             progress.start(f"{len(job.contenders)} contenders, a process each")
-            results = run_workers(
+            states = run_workers(
                 job.contenders,
                 job.cases,
                 curve,
@@ -171,13 +178,18 @@ def _results(job: Job, curve: ReadCurve) -> Iterator[CaseResult]:
                 seconds=job.worker_seconds,
                 progress=progress.step,
             )
-        yield from results
+            cases: _Cases = ()
+            for cases in states:
+                yield cases, ()
+        yield cases, cases
         return
+    done: list[CaseResult] = []
     for index, case in enumerate(job.cases):
         with reporter(len(job.cases), index) as progress:
             progress.start(case.name)
             result = run_case(case, job.contenders, job.device, job.settings, curve, progress.step)
-        yield result
+        done.append(result)
+        yield tuple(done), (result,)
 
 
 def resolve(argv: Sequence[str], values: flags.FlagValues) -> Job:
@@ -207,6 +219,7 @@ def resolve(argv: Sequence[str], values: flags.FlagValues) -> Job:
         settings,
         {name: getattr(values, name) for name in (*options, "max_seconds", "isolate")},
         Sink(path),
+        Screen("paged_decode", report.make_console(), kept=path is not None),
         tuple(sys.argv[1:]),
         float(values.worker_seconds) if values.isolate else None,
     )
@@ -216,37 +229,39 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
     """Parse, run, print; gives the exit status."""
     kept = ""
     try:
-        with sigterm_raises():
-            try:
-                job = resolve(argv, values)
-            except ValueError as error:
-                print(f"paged_decode: {error}", file=sys.stderr)
-                return 2
-            try:
-                run = run_all(job)
-            finally:
-                kept = job.sink.kept
-    except KeyboardInterrupt as error:
-        return say_stopped("paged_decode", error, kept)
+        try:
+            job = resolve(argv, values)
+        except ValueError as error:
+            say(f"paged_decode: {error}")
+            return 2
+        try:
+            run = run_all(job)
+        finally:
+            kept = job.sink.kept
+    except KeyboardInterrupt:
+        return say_interrupted("paged_decode", kept)
+    except Unprintable:
+        return UNPRINTED
     status = exit_status(run)
     if status == NOTHING_TIMED:
-        print(
+        say(
             "paged_decode: nothing was measured: no contender was timed in any case, for the "
-            "reasons above; use --routes=all --peers=all, or a case that they serve",
-            file=sys.stderr,
+            "reasons above; use --routes=all --peers=all, or a case that they serve"
         )
-    return status or (UNWRITTEN if job.sink.error else 0)
+    unwritten = UNWRITTEN if job.sink.error else 0
+    return status or unwritten or (UNPRINTED if job.screen.error else 0)
 
 
 def exit_status(run: Run) -> int:
     """1 when one of our routes failed or was wrong: those are bugs. Peers do not count.
 
-    Else `NOTHING_TIMED` when no row of any case has a time, and 0 when one has.
+    Else `NOTHING_TIMED` when no row of any case is right and has a time, and 0 when one has.
     """
     rows = [row for case in run.cases for row in case.rows]
     if any(row.outcome in ("failed", "wrong") for row in rows if row.kind == "route"):
         return 1
-    return 0 if any(row.timing is not None for row in rows) else NOTHING_TIMED
+    timed = any(row.outcome == "ok" and row.timing is not None for row in rows)
+    return 0 if timed else NOTHING_TIMED
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.status import Status
 
+from stream_attention.bench.screen import say
+
 
 @dataclass(slots=True)
 class Reporter:
@@ -28,7 +30,7 @@ class Reporter:
         self.subject = subject
         self.begin = time.monotonic()
         if self.status is None:
-            print(f"{self.prefix}{subject} …", file=self.stream, flush=True)
+            say(f"{self.prefix}{subject} …", self.stream)
         else:
             self.step("")
 

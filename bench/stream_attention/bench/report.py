@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from rich import box
@@ -24,11 +25,23 @@ _METHOD_TEXT = {
     "cpu_cold": "wall clock, cold L3",
     "cpu_warm": "wall clock, warm L3",
 }
-_STYLE = {"ok": "green", "unsupported": "dim", "failed": "red", "wrong": "bold red"}
+_STYLE = {
+    "ok": "green",
+    "unsupported": "dim",
+    "failed": "red",
+    "wrong": "bold red",
+    "not_run": "dim",
+}
 
 
 def make_console() -> Console:
-    """A console on stdout; wide enough for the tables also where there is no terminal."""
+    """A console on stdout; wide enough for the tables also where there is no terminal.
+
+    A character that stdout cannot encode is printed as a question mark.
+    """
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
     console = Console(highlight=False)
     if console.width < FULL_WIDTH and not console.is_terminal:
         return Console(highlight=False, width=FULL_WIDTH)
@@ -141,21 +154,30 @@ def case_notes(result: CaseResult) -> Iterator[str]:
 
 def _check_notes(result: CaseResult) -> Iterator[str]:
     """What the rows that are right were checked for, and where that was not the timed runs."""
-    right = [row for row in result.rows if row.outcome == "ok" and row.check is not None]
-    pools = max((row.timing.num_pools for row in right if row.timing is not None), default=1)
+    right = [(row, row.check) for row in result.rows if row.outcome == "ok" and row.check]
+    pools = max((row.timing.num_pools for row, _ in right if row.timing is not None), default=1)
     where, every = "", "all rows"
     if pools > 1:
         where, every = " of the first pool and of the last", f"all rows of all {pools} pools"
-    for count in sorted({row.check.rows_checked for row in right if row.check}):
-        rows = f"{count} of {result.case.num_rows} rows{where}"
-        yield f"checked against the fp64 oracle: {rows}; {every}: finite, and written when timed"
-    for row in right:
-        if row.check and row.check.rerun:
-            yield f"{row.contender}: one output for all pools: checked after a run of each, untimed"
+
+    def oracle(count: int) -> str:
+        return f"checked against the fp64 oracle: {count} of {result.case.num_rows} rows{where}"
+
+    timed = {check.rows_checked for _, check in right if not check.rerun and check.poisoned}
+    for count in sorted(timed):
+        yield f"{oracle(count)}; {every}: finite, and written when timed"
+    for row, check in right:
+        if not check.poisoned:
+            why = "cannot be poisoned (a copy?), so that the timed runs wrote it was not seen"
+            yield f"{row.contender}: {oracle(check.rows_checked)}; its output {why}"
+        elif check.rerun:
+            why = "one output for all pools, so each was run again, untimed"
+            yield f"{row.contender}: {oracle(check.rows_checked)}; {why}"
 
 
 def print_missing(console: Console, missing: dict[str, str]) -> None:
-    """Packages that brought no contender."""
+    """Packages that brought no contender, after an empty line."""
+    console.print()
     for name, reason in missing.items():
         console.print(Text(f"  {name}: {reason}", style="dim"), soft_wrap=True)
 

@@ -17,14 +17,15 @@ from stream_attention.bench.output import write_fault, write_text
 from stream_attention.bench.timing import Timing
 
 SCHEMA = "stream_attention.bench.paged_decode/1"
-OUTCOMES = ("ok", "unsupported", "failed", "wrong")
+OUTCOMES = ("ok", "unsupported", "failed", "wrong", "not_run")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One contender on one case.
 
-    outcome: one of `OUTCOMES`. reasons: why not ok. timing and check: there when they were made.
+    outcome: one of `OUTCOMES`; `not_run` is in the file of an isolated run that was cut short.
+    reasons: why not ok. timing and check: there when they were made; a time counts when ok.
     extra_bytes: peak memory of one plan and run beyond its output. note: what it chose.
     """
 
@@ -80,9 +81,9 @@ class CaseResult:
         return self.moved_bytes / _p50(row) / 1e3
 
     def speed_up(self, row: Row) -> float | None:
-        """Best peer's time over this row's; `None` without a peer."""
+        """Best peer's time over this row's; `None` without a peer, and for a row that is not ok."""
         best = self.best_peer()
-        return None if best is None else _p50(best) / _p50(row)
+        return None if best is None or row.outcome != "ok" else _p50(best) / _p50(row)
 
 
 def _p50(row: Row) -> float:
@@ -179,7 +180,7 @@ def write_json(run: Run, path: Path) -> None:
 
 @dataclass(slots=True)
 class Sink:
-    """The file of a run, written whole after every case. path: `None` = nowhere.
+    """The file of a run, written whole as results come in. path: `None` = nowhere.
 
     num_cases: cases of this run in the file. error: why the last write failed, "" where it did not.
     """
@@ -201,5 +202,5 @@ class Sink:
 
     @property
     def kept(self) -> str:
-        """`; finished cases are in PATH`, or "" where this run wrote none."""
-        return f"; finished cases are in {self.path}" if self.num_cases else ""
+        """`; what had finished is in PATH`, or "" where this run wrote no case."""
+        return f"; what had finished is in {self.path}" if self.num_cases else ""

@@ -90,9 +90,8 @@ def prepare(
     if cache is None or not _check_query(faults, q, cache, qo_indptr):
         faults.raise_if_any("oracle.attention")
     assert cache is not None
-    _require_memory(
-        faults, cache, q=q, qo_indptr=qo_indptr, attn_sink=attn_sink, attn_mask=attn_mask
-    )
+    given = {"q": q, "qo_indptr": qo_indptr, "attn_sink": attn_sink, "attn_mask": attn_mask}
+    _require_memory(faults, cache, given)
     faults.raise_if_any("oracle.attention")  # what follows reads them
     batch, capacity, dim_vo = _extent(cache)
     if qo_indptr is not None:
