@@ -48,11 +48,15 @@ def test_drawn_problems_equal_the_oracle(record, part):
     check()
 
 
-# Splits of 64 tokens, and sums of thousands, need longer caches than small problems have.
+# Splits of 64 tokens, and sums of thousands, need longer caches than small problems have. A second
+# rounding is less than the tolerance of any problem, and shows where weights are equal.
+ELSEWHERE = (
+    "sink in every split",
+    "values summed in the output dtype",
+    "values rounded before their scale",
+)
 REACHABLE = sorted(
-    fault
-    for fault, line in faulty.FAULTS.items()
-    if line < 6 and fault not in ("sink in every split", "values summed in the output dtype")
+    fault for fault, line in faulty.FAULTS.items() if line < 6 and fault not in ELSEWHERE
 )
 
 
