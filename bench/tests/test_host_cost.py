@@ -1,12 +1,17 @@
 """Host cost is measured on the engine itself, over a backend that does nothing."""
 
+import io
 import json
+import re
+import subprocess
+import time
 
 import pytest
 import torch
 from absl import flags
+from rich.console import Console
 
-from stream_attention.bench import host_cost
+from stream_attention.bench import host_cost, imports, report
 from stream_attention.bench.timing import Timing
 from stream_attention.core.backend_plan import AttentionBackendPlan, Rejection
 from stream_attention.core.registry import AttentionRecord, CapabilityRule
@@ -90,8 +95,76 @@ def test_the_native_row_times_that_route_whatever_its_estimate():
 
 
 def test_import_time_is_of_a_fresh_process():
-    found = host_cost.measure_import("stream_attention", "PagedKVCache", samples=1)
-    assert found.n == 1 and 10 < found.p50_us < 30e6
+    found = imports.measure_import("stream_attention", "PagedKVCache", samples=1)
+    assert found.alone.n == found.with_name.n == 1 and found.note == ""
+    assert 10 < found.alone.p50_us < found.with_name.p50_us < 30e6
+
+
+@pytest.fixture
+def slow_torch(tmp_path, monkeypatch):
+    """What fresh processes import as torch: it takes two seconds. Counts them when called."""
+    log = tmp_path / "starts"
+    text = f"import time; open({str(log)!r}, 'a').write('start\\n'); time.sleep(2.0)\n"
+    (tmp_path / "torch.py").write_text(text)
+    (tmp_path / "light.py").write_text("name = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return lambda: log.read_text().count("start")
+
+
+@pytest.mark.parametrize(("max_seconds", "taken"), [(3.9, 1), (0.2, 0)])
+def test_imports_that_take_long_are_fewer_and_say_so(slow_torch, max_seconds, taken):
+    begin = time.monotonic()
+    found = imports.measure_import("light", "name", samples=5, max_seconds=max_seconds)
+    assert time.monotonic() - begin < max(max_seconds, 2.0)
+    if taken:
+        assert (found.alone.n, slow_torch()) == (1, 1)
+        assert re.fullmatch("1 of 5 samples: a process takes [234] s", found.note)
+    else:
+        assert (found.alone, found.with_name) == (None, None)
+        assert found.note == "a fresh process that imports torch takes more than 0.2 s"
+
+
+def test_a_sample_of_all_imports_is_one_process(slow_torch, monkeypatch):
+    monkeypatch.setattr(
+        host_cost,
+        "measure_import",
+        lambda module, name, samples: imports.measure_import("light", "name", samples=samples),
+    )
+    rows = host_cost.import_costs(2)
+    assert [row.timing.n for row in rows] == [2, 2] and slow_torch() == 2
+    assert [row.note for row in rows] == ["", ""]
+
+
+@pytest.mark.parametrize("seconds", [7, 15, 28, 46, 54])
+def test_imports_begin_only_where_they_end_in_time(monkeypatch, seconds):
+    now = [0.0]
+
+    def run(command, timeout, **options):
+        assert timeout >= seconds
+        now[0] += seconds
+        return subprocess.CompletedProcess(command, 0, "0.1 0.2\n")
+
+    monkeypatch.setattr(imports.subprocess, "run", run)
+    found = imports.measure_import("a", "b", samples=100, clock=lambda: now[0])
+    assert found.alone.n == int(imports.MAX_SECONDS / seconds)
+    # Beside the imports: the start of the program, as long as one of them, and what it measures.
+    assert seconds + now[0] + 10 < 120
+
+
+def test_a_row_says_that_its_samples_are_fewer():
+    timing = Timing((1.0,), "host")
+    costs = (
+        host_cost.Cost("few", timing, 2.0, note="1 of 5 samples: a process takes 46 s"),
+        host_cost.Cost("free", timing, note="1 of 5 samples: a process takes 46 s"),
+    )
+    console = Console(file=io.StringIO(), width=report.FULL_WIDTH)
+    console.print(host_cost.cost_table(costs))
+    lines = console.file.getvalue().splitlines()
+    few, free = (line for line in lines if line.startswith("  f"))
+    assert few.rstrip().endswith("met; 1 of 5 samples: a process takes 46 s")
+    assert free.rstrip().endswith("  1 of 5 samples: a process takes 46 s") and "met" not in free
+    noted = [cost["note"] for cost in host_cost.to_json(costs)["costs"]]
+    assert noted == ["1 of 5 samples: a process takes 46 s"] * 2
 
 
 def test_the_program_prints_a_table_and_writes_samples(tmp_path, capsys):

@@ -16,7 +16,13 @@ TINY = ["--num_qo_heads=4", "--num_kv_heads=2", "--head_dim=16", "--device=cpu",
 QUICK = [*DECODE, *TINY, "--replays=3", "--routes=torch", "--peers=none"]
 
 
+HOST = [sys.executable, "-m", "stream_attention.bench.host_cost"]
+CLOSED = "closed"  # a stdout
+
+
 def run(command, stdout, **environment):
+    if stdout is CLOSED:
+        command, stdout = ["sh", "-c", 'exec "$@" >&-', "sh", *command], None
     return subprocess.run(
         command,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
@@ -26,9 +32,12 @@ def run(command, stdout, **environment):
     )
 
 
-@pytest.fixture(params=["full", "pipe"])
+@pytest.fixture(params=["full", "pipe", "closed"])
 def broken(request):
     """A stdout that takes nothing, and why."""
+    if request.param == "closed":
+        yield CLOSED, "Bad file descriptor"
+        return
     if request.param == "full":
         with open("/dev/full", "w") as file:
             yield file, "No space left on device"
@@ -75,13 +84,42 @@ def test_a_stdout_of_ascii_takes_the_report():
 
 def test_host_cost_writes_its_file_where_stdout_fails(broken, tmp_path):
     path, (stdout, why) = tmp_path / "host.json", broken
-    program = [sys.executable, "-m", "stream_attention.bench.host_cost"]
     few = ["--samples=1", "--imports=1", "--repeats=50"]
-    done = run([*program, *few, f"--json={path}"], stdout)
+    done = run([*HOST, *few, f"--json={path}"], stdout)
     # 1 where a cost misses its bar, as it may on a busy machine
     assert done.returncode in (1, 5) and f"could not be printed ({why})" in done.stderr
     assert json.loads(path.read_text())["costs"]
-    assert run([*program, *few], stdout).returncode == 5
+    assert run([*HOST, *few], stdout).returncode == 5
+
+
+def test_a_worker_writes_its_file_where_stdout_is_closed(tmp_path):
+    path = tmp_path / "run.json"
+    worker = [sys.executable, "-m", "stream_attention.bench.worker", str(os.getpid())]
+    done = run([*worker, *QUICK[3:], f"--json={path}"], CLOSED)
+    assert done.returncode == 5 and "could not be printed (Bad file descriptor)" in done.stderr
+    assert len(json.loads(path.read_text())["cases"]) == 1
+
+
+@pytest.mark.parametrize("program", [DECODE[:3], HOST])
+def test_help_that_cannot_be_printed_ends_with_5_too(broken, program):
+    stdout, why = broken
+    done = run([*program, "--help"], stdout)
+    name = program[-1].rpartition(".")[2]
+    said = f"{name}: the help could not be printed ({why})\n"
+    assert (done.returncode, done.stderr) == (5, said)
+
+
+def test_a_file_of_flags_that_cannot_be_read_is_a_bad_flag():
+    done = run([*HOST, "--flagfile=/proc/self/mem"], None)
+    said = "host_cost: a file of flags cannot be read (Input/output error); use --help\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_both_streams_may_be_closed(tmp_path):
+    path = tmp_path / "run.json"
+    done = run(["sh", "-c", 'exec "$@" 2>&-', "sh", *QUICK, f"--json={path}"], CLOSED)
+    assert done.returncode == 5
+    assert len(json.loads(path.read_text())["cases"]) == 1
 
 
 def test_nothing_is_printed_after_a_failure(capsys):

@@ -9,6 +9,7 @@ import torch
 
 from stream_attention import ContiguousKVCache, PagedKVCache, reference
 from stream_attention.core import cache as cache_module
+from stream_attention.core import cache_checks
 from stream_attention.core.describe import describe
 
 FP8 = torch.float8_e4m3fn
@@ -157,3 +158,29 @@ def test_copies_are_checked_too(made):
     cache.sequence_lengths.data = cache.sequence_lengths.long()
     with pytest.raises(ValueError, match="int64"):
         describe(q, cache)
+
+
+@pytest.mark.parametrize("make", [paged, contiguous])
+def test_the_list_of_tensors_holds_every_field_that_may_be_one(make):
+    cache = make(FP8)
+    held = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
+    held = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+    found = cache_checks.tensors_of(cache)
+    assert found.keys() == held.keys() and all(found[name] is held[name] for name in held)
+    assert set(dataclasses.asdict(cache)) - set(cache_checks.CACHE_TENSORS) == {"layout"}
+
+
+def test_a_field_that_is_listed_is_looked_at_by_every_check(monkeypatch):
+    names = (*cache_checks.CACHE_TENSORS, "bias")
+    monkeypatch.setattr(cache_checks, "CACHE_TENSORS", names)
+    monkeypatch.setattr(PagedKVCache, "bias", torch.ones(4), raising=False)
+    cache, q = paged(), torch.randn(2, 4, 16)
+    for call in (describe, reference.attention):
+        call(q, cache)
+    before = cache_checks.metadata_of(cache)
+    PagedKVCache.bias.unsqueeze_(0)
+    assert cache_checks.metadata_of(cache) != before
+    PagedKVCache.bias.untyped_storage().resize_(0)
+    for call in (describe, reference.attention):
+        with pytest.raises(ValueError, match=r"bias\.untyped_storage\(\)\.nbytes\(\)=0: must hold"):
+            call(q, cache)

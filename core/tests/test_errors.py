@@ -9,6 +9,7 @@ from stream_attention.core.errors import (
     Faults,
     StalePlanError,
     UnsupportedProblem,
+    check_both,
     shape_of,
 )
 from stream_attention.core.ir import Rule, check_rules, is_int
@@ -45,6 +46,29 @@ def test_many_faults_are_one_error():
     text = str(caught.value)
     assert text == "thing: 2 faults\n  a=1: must be 2\n  b=None: must be set; use 'x'"
     assert [fault.parameter for fault in faults] == ["a", "b"]
+
+
+def refuse(text, kind=ValueError):
+    raise kind(text)
+
+
+def test_two_checks_are_one_error_in_their_order():
+    assert check_both(lambda: None, lambda: 3) == 3
+    for first, second, text in (
+        (lambda: refuse("a"), lambda: 3, "a"),
+        (lambda: None, lambda: refuse("b"), "b"),
+        (lambda: refuse("a"), lambda: refuse("b"), "a\nb"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            check_both(first, second)
+        assert str(caught.value) == text
+
+
+def test_an_error_of_another_kind_ends_both_checks():
+    with pytest.raises(UnsupportedProblem, match=r"^b$"):
+        check_both(lambda: refuse("a"), lambda: refuse("b", UnsupportedProblem))
+    with pytest.raises(UnsupportedProblem, match=r"^a$"):
+        check_both(lambda: refuse("a", UnsupportedProblem), lambda: 3)
 
 
 def test_error_types_fit_their_builtin_families():

@@ -315,6 +315,16 @@ def test_tensors_that_are_not_dense_are_refused():
         assert named in _refusal(merge_many, outs, lses, bad)
 
 
+def test_a_sink_without_its_memory_is_named_beside_its_other_faults():
+    outs, lses = _states(2)
+    sink = torch.zeros(lses.shape[-1] + 1, dtype=torch.float64)
+    sink.untyped_storage().resize_(0)
+    text = _refusal(merge_many, outs, lses, sink)
+    assert "merge_many: 3 faults" in text
+    for named in ("attn_sink.dtype=", "attn_sink.shape=", "attn_sink.untyped_storage().nbytes()=0"):
+        assert text.count(named) == 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
 def test_autocast_changes_no_merge(dtype, autocast):

@@ -9,6 +9,7 @@ from stream_attention.core.describe import describe
 from stream_attention.core.validate import validate
 
 Q = torch.zeros(2, 4, 16)
+NAN, INF = float("nan"), float("inf")
 
 
 def paged(table, lens, pages=8):
@@ -115,6 +116,48 @@ def test_a_sink_may_be_minus_infinity_but_no_nan():
         validate(describe(Q, paged(TABLE, [3, 4]), attn_sink=sink))
 
 
+def sequences(qo_len, kv_len, **options):
+    q, k = torch.zeros(2, qo_len, 4, 16), torch.zeros(2, kv_len, 2, 16)
+    return describe(q, k, v_cache=k, **options)
+
+
+def test_what_a_mask_adds_is_below_infinity_where_a_row_sees_it():
+    mask = torch.zeros(2, 1, 3, 6)
+    mask[1, 0, 2, 3], mask[0, 0, 1, 4], mask[0, 0, 0, 0] = NAN, INF, -INF
+    mask[0, 0, 0, 5] = NAN  # which a causal row does not see
+    sink = torch.tensor([0.0, NAN, 0.0, 0.0])
+    with pytest.raises(ValueError) as caught:
+        validate(sequences(3, 6, attn_sink=sink), mask)
+    rule = "must be a finite number, or -inf for not seen; use float('-inf')"
+    assert str(caught.value).split("\n  ") == [
+        "attention: 3 faults",
+        "attn_sink[1]=nan: query head 1: must be a finite logit, or -inf for no sink; "
+        "use float('-inf')",
+        f"attn_mask[0, 0, 1, 4]=inf: {rule}",
+        f"attn_mask[1, 0, 2, 3]=nan: {rule}",
+    ]
+    with pytest.raises(ValueError, match=r"attn_mask='15 faults': the first 8 are listed"):
+        validate(sequences(3, 6), torch.full((3, 6), NAN))
+
+
+def test_a_mask_may_hold_anything_where_no_row_sees_it():
+    hidden = torch.zeros(3, 6)
+    hidden[0, 4:], hidden[1, 5] = NAN, INF
+    assert validate(sequences(3, 6), hidden) == 3
+    with pytest.raises(ValueError, match=r"attn_mask\[0, 4\]=nan"):
+        validate(sequences(3, 6, causal=False), hidden)
+    assert validate(sequences(3, 6, causal=False), hidden.bool()) == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"causal": False, "window_left": 1}])
+@pytest.mark.parametrize("shape", [(), (1,), (2, 4, 3, 1)])
+@pytest.mark.parametrize(("qo_len", "kv_len"), [(3, 0), (1, 0), (0, 5), (0, 0)])
+def test_without_keys_or_queries_no_row_sees_a_mask(qo_len, kv_len, shape, options):
+    shape = tuple(qo_len if extent == 3 else extent for extent in shape)
+    described = sequences(qo_len, kv_len, **options)
+    assert validate(described, torch.full(shape, NAN)) == qo_len
+
+
 def test_nothing_is_read_on_the_meta_device():
     cache = paged(TABLE, [0, 0])
     fields = ("key", "value", "page_table", "sequence_lengths")
@@ -145,4 +188,13 @@ def test_everything_is_fetched_in_one_transfer(monkeypatch):
     described = describe(torch.zeros(7, 4, 16), cache, offsets, attn_sink=torch.zeros(4))
     assert fetched == []
     assert validate(described) == 5
-    assert fetched == ["tolist"]
+    assert fetched[0] == "cpu" and set(fetched[1:]) == {"item"}  # of what was fetched
+    described = sequences(3, 6, attn_sink=torch.zeros(4))
+    fetched.clear()
+    assert validate(described, torch.zeros(3, 6)) == 3
+    assert fetched == ["cpu", "item", "item"]
+    hidden = torch.zeros(3, 6)
+    hidden[0, 4:] = NAN  # which no row sees: looking costs what naming does, once
+    fetched.clear()
+    assert validate(described, hidden) == 3
+    assert fetched == ["cpu", "item", "item", "tolist"]

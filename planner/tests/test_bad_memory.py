@@ -160,6 +160,12 @@ def test_tensors_that_stand_for_others_have_no_memory_to_look_at(call, mask):
         fake = attend(torch.empty(2, 5, 4, 16), torch.empty(2, 5, 2, 16), torch.empty(5, 5))
     assert fake.shape == want.shape
     assert torch.equal(torch.func.functionalize(attend)(q, k, bias), want)
+    sink = torch.zeros(q.shape[-2])
+    options = {"attn_mask": bias, "return_info": False}
+    of_sink = torch.func.functionalize(
+        lambda sink: stream_attn.prefill(q, k, k, attn_sink=sink, **options)
+    )
+    assert torch.equal(of_sink(sink), stream_attn.prefill(q, k, k, attn_sink=sink, **options))
     assert torch.allclose(attend(Wrapper(q), Wrapper(k), Wrapper(bias)).inner, want, atol=1e-6)
     every = torch.func.vmap(attend, in_dims=(None, None, 0))(q, k, bias.expand(3, -1, -1))
     assert torch.allclose(every, want.expand_as(every), atol=1e-6)

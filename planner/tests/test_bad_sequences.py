@@ -127,6 +127,16 @@ def test_a_mask_of_no_request_is_seen_by_nobody():
     assert stream_attn.prefill(**of, attn_mask=torch.full((3, 6), NAN)).shape == (0, 3, 4, 16)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("qo_len", [1, 3])
+def test_a_mask_over_no_keys_is_seen_by_nobody(qo_len, causal):
+    q, k = torch.randn(2, qo_len, 4, 16), torch.zeros(2, 0, 2, 16)
+    options = {"causal": causal, "return_lse": True, "return_info": False}
+    out, lse = stream_attn.prefill(q, k, k, attn_mask=torch.full((qo_len, 1), NAN), **options)
+    assert torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(lse, torch.full((2, qo_len, 4), -math.inf))
+
+
 def test_a_mask_may_hold_anything_where_nothing_is_seen():
     hidden, of = torch.zeros(3, 6), _sequences()
     hidden[0, 4:], hidden[1, 5] = NAN, math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from absl import flags
 
 from stream_attention.bench.lengths import Lengths, parse_lengths
+from stream_attention.bench.screen import reason, say, say_unprinted, stdout
 
 MAX_COUNT = 2**31 - 1
 
@@ -19,18 +21,31 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     """For `app.run(main, flags_parser=...)`: exit status 2 for a bad flag, as for bad values.
 
     absl's own parser ends with 1, which means a failed route here, and so do its help flags, which
-    are no failure.
+    are no failure. Help that cannot be printed ends with 5, as a report does.
     """
+    program = Path(argv[0]).stem
     # --help shows the key flags of the program; these were defined on its behalf by this module.
     for flag in flags.FLAGS.flags_by_module_dict().get(__name__, ()):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     try:
-        return list(flags.FLAGS(argv))
-    except SystemExit:
-        sys.exit(0)  # nothing but a help flag ends the process while flags are parsed
+        with contextlib.redirect_stdout(stdout()) as out:
+            try:
+                return list(flags.FLAGS(argv))
+            except SystemExit:  # nothing but a help flag ends the process while flags are parsed
+                out.flush()
+                sys.exit(0)
+    except OSError as error:
+        if error.filename is not None or not _asks_for_help(argv):  # a flag file
+            say(f"{program}: a file of flags cannot be read ({reason(error)}); use --help")
+            sys.exit(2)
+        sys.exit(say_unprinted(program, "the help", error))
     except flags.Error as error:
-        sys.stderr.write(f"{Path(argv[0]).stem}: {error}\nuse --help to see the flags\n")
+        say(f"{program}: {error}\nuse --help to see the flags")
         sys.exit(2)
+
+
+def _asks_for_help(argv: Sequence[str]) -> bool:
+    return any(argument.lstrip("-").startswith("help") for argument in argv[1:])
 
 
 def refuse_arguments(argv: Sequence[str]) -> None:

@@ -4,7 +4,8 @@
     ./bazelw run //bench:host_cost -- --json=host.json
 
 The backend does nothing, so what is timed is the engine alone: `plan.run()`, `plan()` with and
-without validation, and the import in a fresh process over `import torch`. These rows need no GPU.
+without validation, and the import in a fresh process over `import torch`; where that takes long it
+has fewer samples, and says so. These rows need no GPU.
 Where the route `sm90_decode` can run, its `plan.run()` is timed too, over requests without tokens,
 as a whole and in its two parts; elsewhere the row says why it is missing.
 
@@ -17,9 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +32,7 @@ from rich.text import Text
 
 from stream_attention.bench import flag_types, report
 from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.imports import measure_import
 from stream_attention.bench.lengths import uniform
 from stream_attention.bench.machine import Environment, environment
 from stream_attention.bench.output import UNWRITTEN, output_path, write_fault, write_text
@@ -50,7 +49,7 @@ from stream_attention.core.tile_plan import AttentionTilePlan
 from stream_attention.planner.watch import tensor_guards
 
 FLAGS = flags.FLAGS
-SCHEMA = "stream_attention.bench.host_cost/2"
+SCHEMA = "stream_attention.bench.host_cost/3"
 NOOP_ROUTE = "noop"
 NATIVE_ROUTE = "sm90_decode"
 NATIVE_RUN = f"plan.run() of {NATIVE_ROUTE}, no tokens"
@@ -74,12 +73,14 @@ class Cost:
     """One measured cost. bar_us: what it must not exceed, `None` = reported only.
 
     timing: `None` where it could not be measured; `missing` then says why, and is "" elsewhere.
+    note: what else the row says of its samples.
     """
 
     name: str
     timing: Timing | None
     bar_us: float | None = None
     missing: str = ""
+    note: str = ""
 
     def __post_init__(self) -> None:
         if (self.timing is None) != bool(self.missing):
@@ -236,37 +237,18 @@ def _only(record: AttentionRecord) -> Registry:
     return registry
 
 
-def measure_import(module: str, name: str | None = None, *, samples: int = 5) -> Timing:
-    """Microseconds that `import module` (and a lookup of `name` in it) takes over `import torch`.
-
-    Each sample is a fresh process with this one's import path.
-    """
-    lookup = f"; {module}.{name}" if name else ""
-    program = (
-        "import time, torch; start = time.perf_counter(); "
-        f"import {module}{lookup}; print(time.perf_counter() - start)"
-    )
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    taken = []
-    for _ in range(samples):
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        taken.append(float(done.stdout.split()[-1]) * 1e6)
-    return Timing(tuple(taken), "host")
-
-
 def import_costs(samples: int) -> tuple[Cost, ...]:
     """The facade alone, and with the engine behind it."""
-    facade = measure_import("stream_attention", samples=samples)
-    engine = measure_import("stream_attention", "StreamAttnEngine", samples=samples)
-    return (
-        Cost("import stream_attention, over torch", facade, IMPORT_BAR_US),
-        Cost("… and StreamAttnEngine", engine, IMPORT_BAR_US),
+    found = measure_import("stream_attention", "StreamAttnEngine", samples=samples)
+    rows = (
+        ("import stream_attention, over torch", found.alone, IMPORT_BAR_US),
+        ("… and StreamAttnEngine", found.with_name, IMPORT_BAR_US),
+    )
+    return tuple(
+        Cost(name, None, bar_us, missing=found.note)
+        if timing is None
+        else Cost(name, timing, bar_us, note=found.note)
+        for name, timing, bar_us in rows
     )
 
 
@@ -287,6 +269,7 @@ def _plain(cost: Cost) -> dict[str, Any]:
         "bar_us": cost.bar_us,
         "met": cost.met,
         "missing": cost.missing,
+        "note": cost.note,
         "p50_us": timing and timing.p50_us,
         "best_us": timing and min(timing.samples_us),
         "timing": timing and dataclasses.asdict(timing),
@@ -306,7 +289,7 @@ def cost_table(costs: Sequence[Cost]) -> Table:
     table.add_column("host cost", no_wrap=True)
     for heading in ("p50", "p20", "p80", "best", "bar"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("outcome", no_wrap=True)
+    table.add_column("outcome", min_width=len("not met"))  # a note wraps, numbers never do
     for cost in costs:
         timing = cost.timing
         bar = "" if cost.bar_us is None else f"≤ {report.format_us(cost.bar_us)}"
@@ -315,6 +298,7 @@ def cost_table(costs: Sequence[Cost]) -> Table:
             continue
         shown = (timing.p50_us, timing.p20_us, timing.p80_us, min(timing.samples_us))
         outcome = "" if cost.bar_us is None else ("met" if cost.met else "not met")
+        outcome = "; ".join(filter(None, (outcome, cost.note)))
         table.add_row(cost.name, *(report.format_us(us) for us in shown), bar, outcome)
     return table
 
@@ -380,7 +364,13 @@ def define_flags(values: flags.FlagValues) -> None:
     define = flag_types.FlagDefiner(values)
     define.count("repeats", 2000, "Calls a sample.", low=1, nearest=2000)
     define.count("samples", 25, "Samples a cost.", low=1, nearest=25)
-    define.count("imports", 5, "Fresh processes an import.", low=1, nearest=5)
+    define.count(
+        "imports",
+        5,
+        "Fresh processes for the imports, less where they take long.",
+        low=1,
+        nearest=5,
+    )
     define.text("json", None, "Write raw samples and environment to this file.")
 
 

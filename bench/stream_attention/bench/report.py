@@ -14,6 +14,7 @@ from stream_attention.bench.floor import ReadCurve
 from stream_attention.bench.formulas import MIB
 from stream_attention.bench.machine import Environment
 from stream_attention.bench.results import CaseResult, Row
+from stream_attention.bench.screen import stdout
 
 FULL_WIDTH = 136  # every column of a case table without a break in a number
 
@@ -37,14 +38,16 @@ _STYLE = {
 def make_console() -> Console:
     """A console on stdout; wide enough for the tables also where there is no terminal.
 
-    A character that stdout cannot encode is printed as a question mark.
+    A character that stdout cannot encode is printed as a question mark. Where stdout is closed,
+    printing raises `OSError`.
     """
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="replace")
-    console = Console(highlight=False)
+    file = stdout() if sys.stdout is None else None  # `None`: whatever sys.stdout is by then
+    console = Console(highlight=False, file=file)
     if console.width < FULL_WIDTH and not console.is_terminal:
-        return Console(highlight=False, width=FULL_WIDTH)
+        return Console(highlight=False, width=FULL_WIDTH, file=file)
     return console
 
 

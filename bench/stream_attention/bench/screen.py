@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import signal
 import sys
@@ -18,6 +20,21 @@ UNPRINTED = 5
 
 class Unprintable(Exception):
     """The report could not be printed, and nothing else keeps the results."""
+
+
+class _Closed(io.StringIO):
+    """A stream that was closed before the program began, which Python gives no object for."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+
+def stdout() -> TextIO:
+    """`sys.stdout`; where that is closed, a stream that refuses what is written, as the file does.
+
+    Without it a closed stdout would take a report in silence.
+    """
+    return _Closed() if sys.stdout is None else sys.stdout
 
 
 @dataclass(slots=True)
@@ -40,12 +57,24 @@ class Screen:
             draw(self.console, *args, **options)
             self.console.file.flush()
         except (OSError, SystemExit) as error:  # rich makes a SystemExit of a broken pipe
-            why = error.strerror or str(error) if isinstance(error, OSError) else "Broken pipe"
+            why = reason(error) if isinstance(error, OSError) else "Broken pipe"
             self.error = f"the report could not be printed ({why})"
             _to_null(sys.stdout)
             say(f"{self.program}: {self.error}{'; the run goes on for --json' * self.kept}")
             if not self.kept:
                 raise Unprintable from None
+
+
+def reason(error: OSError) -> str:
+    """Why a file failed, in the words of the system."""
+    return error.strerror or str(error)
+
+
+def say_unprinted(program: str, what: str, error: OSError) -> int:
+    """Print on stderr that `what` could not be printed on stdout; gives the exit status."""
+    _to_null(sys.stdout)
+    say(f"{program}: {what} could not be printed ({reason(error)})")
+    return UNPRINTED
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

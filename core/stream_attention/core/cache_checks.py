@@ -11,22 +11,21 @@ from stream_attention.core.dtypes import KV_DTYPES, dtype_name
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.problem import LAYOUTS
 
+CACHE_TENSORS = ("key", "value", "page_table", "sequence_lengths", "key_scale", "value_scale")
+"""Fields of a cache that may hold a tensor. Some are absent, `None` or a number in some caches."""
+
+
+def tensors_of(cache: Any) -> dict[str, torch.Tensor]:
+    """The tensors of `cache` by the names of their fields, dense or not."""
+    fields = {name: getattr(cache, name, None) for name in CACHE_TENSORS}
+    return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+
 
 def metadata_of(cache: Any) -> tuple[Any, ...]:
     """All that the checks of this module look at, of every tensor of `cache`, to be compared."""
-    tensors = (
-        cache.key,
-        cache.value,
-        getattr(cache, "page_table", None),
-        cache.sequence_lengths,
-        cache.key_scale,
-        cache.value_scale,
-    )
     return tuple(
-        (t.dtype, t.shape, t.stride(), t.device, t.is_neg())
-        if isinstance(t, torch.Tensor) and t.layout == torch.strided and not t.is_nested
-        else None
-        for t in tensors
+        (name, t.dtype, t.shape, t.stride(), t.device, t.is_neg()) if is_dense(t) else name
+        for name, t in tensors_of(cache).items()
     )
 
 
@@ -72,6 +71,13 @@ def check_storage(cache: Any, faults: Faults, names: tuple[str, ...]) -> None:
         str(value.device),
         "must be the device of key",
         str(key.device),
+    )
+
+
+def is_dense(tensor: Any) -> bool:
+    """A tensor with a shape and strides: neither sparse nor nested."""
+    return (
+        isinstance(tensor, torch.Tensor) and not tensor.is_nested and tensor.layout == torch.strided
     )
 
 

@@ -14,10 +14,12 @@ from stream_attention.core.cache_checks import (
     require_dense,
     require_memory,
     row_alignment,
+    tensors_of,
 )
 from stream_attention.core.dtypes import OUT_DTYPES, QUERY_DTYPES, dtype_name
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.launch import BoundTensors
+from stream_attention.core.sink_checks import require_fp32_sink
 
 _Q_AXES = "[batch, num_qo_heads, head_dim], [batch, qo_len, num_qo_heads, head_dim]"
 
@@ -99,10 +101,7 @@ def check_against_cache(faults: Faults, q: torch.Tensor, cache: KVCache) -> None
 
 def check_cache(faults: Faults, cache: KVCache) -> None:
     """Memory and gradients of a cache's tensors, and the base addresses of its pools."""
-    for name in ("key", "value", "page_table", "sequence_lengths", "key_scale", "value_scale"):
-        tensor = getattr(cache, name, None)
-        if not isinstance(tensor, torch.Tensor):
-            continue
+    for name, tensor in tensors_of(cache).items():
         require_memory(faults, name, tensor)
         check_grad(faults, name, tensor, "a serving call returns no gradient")
         if name in ("key", "value"):
@@ -117,31 +116,18 @@ def require_values(faults: Faults, v_cache: Any) -> bool:
 
 def check_sink(faults: Faults, q: Any, sink: Any) -> None:
     """The sink is `[num_qo_heads]` fp32, contiguous, on q's device."""
-    if sink is None:
+    known = isinstance(q, torch.Tensor)
+    heads = q.shape[-2] if known and q.dim() >= 2 else None
+    if not require_fp32_sink(
+        faults,
+        sink,
+        kind=f"must be an fp32 tensor [{'num_qo_heads' if heads is None else heads}] of logits",
+        shape=None if heads is None else (heads,),
+        axes="must be [num_qo_heads]",
+        device=q.device if known else None,
+        place="must be q's device",
+    ):
         return
-    heads = q.shape[-2] if isinstance(q, torch.Tensor) and q.dim() >= 2 else "num_qo_heads"
-    if not faults.require(
-        isinstance(sink, torch.Tensor),
-        "attn_sink",
-        type(sink).__name__,
-        f"must be an fp32 tensor [{heads}] of logits",
-        "None",
-    ) or not require_dense(faults, "attn_sink", sink):
-        return
-    faults.require(
-        heads == "num_qo_heads" or shape_of(sink) == (heads,),
-        "attn_sink.shape",
-        shape_of(sink),
-        "must be [num_qo_heads]",
-        (heads,),
-    )
-    faults.require(
-        sink.dtype == torch.float32,
-        "attn_sink.dtype",
-        sink.dtype,
-        "must be torch.float32",
-        "attn_sink.float()",
-    )
     faults.require(
         sink.is_contiguous(),
         "attn_sink.stride",
@@ -151,14 +137,6 @@ def check_sink(faults: Faults, q: Any, sink: Any) -> None:
     )
     check_grad(faults, "attn_sink", sink, "a serving call returns no gradient")
     require_memory(faults, "attn_sink", sink)
-    if isinstance(q, torch.Tensor):
-        faults.require(
-            sink.device == q.device,
-            "attn_sink.device",
-            str(sink.device),
-            "must be q's device",
-            str(q.device),
-        )
 
 
 def check_outputs(

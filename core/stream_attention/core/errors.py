@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class UnsupportedProblem(NotImplementedError):
@@ -70,6 +73,24 @@ class Faults:
             raise ValueError(f"{subject}: {lines[0]}" if subject else lines[0])
         head = f"{subject}: {len(lines)} faults" if subject else f"{len(lines)} faults"
         raise ValueError("\n  ".join([head, *lines]))
+
+
+def check_both(first: Callable[[], Any], second: Callable[[], T]) -> T:
+    """What `second` returns; where both raise `ValueError`, one with the text of both, in order.
+
+    `second` is called first: an error of `first` that is no `ValueError` may only come of arguments
+    that `second` accepts.
+    """
+    try:
+        found = second()
+    except ValueError as error:
+        try:
+            first()
+        except ValueError as other:
+            raise ValueError(f"{other}\n{error}") from None
+        raise
+    first()
+    return found
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:

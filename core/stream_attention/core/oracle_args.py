@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import sys
@@ -12,10 +11,11 @@ from typing import Any
 import torch
 
 from stream_attention.core.cache import ContiguousKVCache, PagedKVCache
-from stream_attention.core.cache_checks import require_memory
+from stream_attention.core.cache_checks import is_dense, require_memory, tensors_of
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.ir import is_int
 from stream_attention.core.problem import MAX_WINDOW
+from stream_attention.core.sink_checks import require_sink
 
 _FLOATING = "must be real and floating"
 
@@ -128,13 +128,6 @@ def _extent(cache: Any) -> tuple[int, int, int]:
     return cache.batch, cache.capacity, cache.value.shape[-1]
 
 
-def _is_dense(tensor: Any) -> bool:
-    """A tensor with a shape and strides: neither sparse nor nested."""
-    return (
-        isinstance(tensor, torch.Tensor) and not tensor.is_nested and tensor.layout == torch.strided
-    )
-
-
 def _check_cache(faults: Faults, cache: Any, v: Any) -> Any:
     """The cache or the `(k, v)` pair, or `None` when it is neither."""
     if isinstance(cache, torch.Tensor):
@@ -146,7 +139,7 @@ def _check_cache(faults: Faults, cache: Any, v: Any) -> Any:
         faults.extend(found)
         return None if found else cache
     pair = isinstance(cache, (tuple, list)) and len(cache) == 2
-    pair = pair and all(_is_dense(x) and x.dim() == 4 for x in cache)
+    pair = pair and all(is_dense(x) and x.dim() == 4 for x in cache)
     if not faults.require(
         pair,
         "cache_or_kv",
@@ -216,9 +209,9 @@ def _check_options(
 def _check_query(faults: Faults, q: Any, cache: Any, indptr: Any) -> bool:
     """Rank, heads, head_dim, device of `q` and form of `qo_indptr`."""
     if not faults.require(
-        _is_dense(q) and q.dim() in (3, 4) and q.is_floating_point(),
+        is_dense(q) and q.dim() in (3, 4) and q.is_floating_point(),
         "q",
-        shape_of(q) if _is_dense(q) else type(q).__name__,
+        shape_of(q) if is_dense(q) else type(q).__name__,
         "must be dense, floating, [total_q, Hq, D], [batch, Hq, D] or [batch, qo_len, Hq, D]",
     ):
         return False
@@ -258,12 +251,12 @@ def _check_query(faults: Faults, q: Any, cache: Any, indptr: Any) -> bool:
         )
     return ok and faults.require(
         q.dim() == 3
-        and _is_dense(indptr)
+        and is_dense(indptr)
         and indptr.device == q.device
         and indptr.dtype == torch.int32
         and shape_of(indptr) == (batch + 1,),
         "qo_indptr",
-        shape_of(indptr) if _is_dense(indptr) else type(indptr).__name__,
+        shape_of(indptr) if is_dense(indptr) else type(indptr).__name__,
         f"must be an int32 tensor [{batch + 1}] on q's device, beside q [total_q, Hq, D]",
         (batch + 1,),
     )
@@ -274,9 +267,9 @@ def _require_memory(faults: Faults, cache: Any, tensors: dict[str, Any]) -> None
     if isinstance(cache, tuple):
         tensors |= {"k": cache[0], "v": cache[1]}
     else:
-        tensors |= {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
+        tensors |= tensors_of(cache)
     for name, tensor in tensors.items():
-        if _is_dense(tensor):
+        if is_dense(tensor):
             require_memory(faults, name, tensor)
 
 
@@ -324,14 +317,15 @@ def _check_contents(faults: Faults, cache: Any, indptr: list[int], total: int) -
 
 def _check_sink(faults: Faults, sink: Any, q: torch.Tensor) -> None:
     """Form and values: a logit is finite, or -inf for no sink."""
-    if sink is None:
-        return
     heads = q.shape[-2]
+    kind = f"must be a dense tensor [{heads}] of logits on q's device"
+    if not require_sink(faults, sink, kind, (heads,)):
+        return
     if faults.require(
-        _is_dense(sink) and shape_of(sink) == (heads,) and sink.device == q.device,
+        is_dense(sink) and shape_of(sink) == (heads,) and sink.device == q.device,
         "attn_sink",
-        shape_of(sink) if _is_dense(sink) else type(sink).__name__,
-        f"must be a dense tensor [{heads}] of logits on q's device",
+        shape_of(sink) if is_dense(sink) else type(sink).__name__,
+        kind,
         (heads,),
     ) and faults.require(
         sink.is_floating_point(), "attn_sink.dtype", sink.dtype, _FLOATING, "torch.float32"
@@ -363,11 +357,11 @@ def _expand_mask(
     ):
         return None
     if not faults.require(
-        _is_dense(mask)
+        is_dense(mask)
         and mask.device == device
         and (mask.dtype == torch.bool or mask.is_floating_point()),
         "attn_mask",
-        mask.dtype if _is_dense(mask) else type(mask).__name__,
+        mask.dtype if is_dense(mask) else type(mask).__name__,
         "must be a dense bool or floating tensor on q's device",
     ):
         return None

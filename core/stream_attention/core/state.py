@@ -28,6 +28,7 @@ from stream_attention.core.dtypes import OUT_DTYPES, dtype_name
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.problem import MAX_HEAD_DIM
 from stream_attention.core.registry import MergeProblem, MergeRecord, default_registry
+from stream_attention.core.sink_checks import require_fp32_sink
 
 
 def merge_states(
@@ -224,40 +225,16 @@ def _check_same(
 
 
 def _check_sink(faults: Faults, sink: Any, lses: torch.Tensor) -> None:
-    if sink is None:
-        return
-    if not faults.require(
-        isinstance(sink, torch.Tensor),
-        "attn_sink",
-        type(sink).__name__,
-        "must be a torch.float32 tensor [num_heads]",
-        "None",
-    ) or not (
-        require_dense(faults, "attn_sink", sink) and _require_memory(faults, "attn_sink", sink)
+    if require_fp32_sink(
+        faults,
+        sink,
+        kind="must be a torch.float32 tensor [num_heads]",
+        shape=shape_of(lses)[-1:] if lses.dim() >= 2 else (),
+        axes="must be [num_heads], the last axis of lses [num_states, ..., num_heads]",
+        device=lses.device,
+        place="must be the device of lses",
     ):
-        return
-    faults.require(
-        sink.dtype == torch.float32,
-        "attn_sink.dtype",
-        sink.dtype,
-        "must be torch.float32",
-        "attn_sink.float()",
-    )
-    heads = shape_of(lses)[-1:] if lses.dim() >= 2 else ()
-    faults.require(
-        sink.dim() == 1 and shape_of(sink) == heads,
-        "attn_sink.shape",
-        shape_of(sink),
-        "must be [num_heads], the last axis of lses [num_states, ..., num_heads]",
-        heads or None,
-    )
-    faults.require(
-        sink.device == lses.device,
-        "attn_sink.device",
-        str(sink.device),
-        "must be the device of lses",
-        str(lses.device),
-    )
+        _require_memory(faults, "attn_sink", sink)
 
 
 def _kernel(

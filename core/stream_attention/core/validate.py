@@ -1,7 +1,7 @@
-"""What only contents can tell about a call: lengths, page ids, query offsets, scales, sink.
+"""What only contents can tell about a call: lengths, page ids, query offsets, scales, sink, mask.
 
 One summary is computed on the device and fetched in one transfer; only a call that is at fault pays
-for more, to name the request, KV head and column of each fault.
+for more, to name the request, KV head and column of each fault, and what of a mask some row sees.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import torch
 
 from stream_attention.core.cache import KVCache, PagedKVCache
+from stream_attention.core.cache_checks import address_of
 from stream_attention.core.describe import Described
 from stream_attention.core.errors import Faults
+from stream_attention.core.problem import AttentionProblem
+from stream_attention.core.routes.sdpa_masks import seen
 
 MAX_LISTED = 8
 """Faults of one kind that a message lists; the others are counted."""
@@ -19,36 +22,53 @@ _CHUNK_ENTRIES = 1 << 24
 """Page ids looked at in one step, so that masks of the largest tables stay below 64 MiB."""
 
 
-def validate(described: Described) -> int:
+def validate(described: Described, attn_mask: torch.Tensor | None = None) -> int:
     """Check the contents that a call depends on; returns the most queries of one request.
+
+    attn_mask: of a call over whole sequences, broadcastable to `[batch, num_qo_heads, qo_len,
+        kv_len]` on q's device; bool, or floating and added to the scores.
 
     Syncs once. Checks, all at once:
     lengths in `0 … capacity`; page ids in `0 … num_pages - 1` among the entries in use (those below
     `ceil(kv_len / page_size)`; the others are never looked at); `qo_indptr` from 0 to `total_q`
-    without a descent and within `max_qo_len`; fp8 scales finite and > 0; sink logits below +inf.
+    without a descent and within `max_qo_len`; fp8 scales finite and > 0; sink logits below +inf;
+    values of an additive mask below +inf where a row sees them, since another makes its row NaN.
     Raises one `ValueError` that names request, KV head and column of every fault, at most
-    `MAX_LISTED` of a kind. Tensors on the meta device hold nothing to check.
+    `MAX_LISTED` of a kind. Tensors on the meta device hold nothing to check, nor does a mask that
+    stands for another tensor, as in a transform of `torch.func`.
     """
     problem, bound, cache = described.problem, described.bound, described.cache
     if bound.q.device.type == "meta":
         return problem.max_qo_len
     summary = _summary(described)
+    biases = None if attn_mask is None else _seen_biases(attn_mask, problem)
+    if biases is not None:
+        summary.insert(0, _bad_biases(biases).any().long())
     longest = problem.max_qo_len
-    flags: list[int] = []
-    if summary:
-        flags = torch.stack(summary).tolist() if len(summary) > 1 else [summary[0].item()]
+    flags = _fetched(summary)
     if bound.qo_indptr is not None:
         flags, longest = flags[:-1], flags[-1]
+    of_mask = biases is not None and flags.pop(0) != 0
+    faults = Faults()
     if any(flags) or longest > problem.max_qo_len:
-        faults = Faults()
         _list_length_faults(faults, cache)
         _list_page_faults(faults, cache)
         _list_scale_faults(faults, cache)
         _list_sink_faults(faults, bound.attn_sink)
         _list_offset_faults(faults, bound.qo_indptr, problem.total_qo_len, problem.max_qo_len)
-        faults.raise_if_any("attention")
-        raise AssertionError("the summary reported a fault that the listing did not find")
+        if not faults:
+            raise AssertionError("the summary reported a fault that the listing did not find")
+    if biases is not None and of_mask:
+        _list_mask_faults(faults, biases, problem)  # none, where no row sees what it holds
+    faults.raise_if_any("attention")
     return longest
+
+
+def _fetched(summary: list[torch.Tensor]) -> list[int]:
+    """The scalars, in one transfer; in a way that transforms of `torch.func` follow or refuse."""
+    if len(summary) < 2:
+        return [int(found.item()) for found in summary]
+    return [int(found.item()) for found in torch.stack(summary).cpu().unbind()]
 
 
 def _summary(described: Described) -> list[torch.Tensor]:
@@ -101,6 +121,19 @@ def _bad_scales(scale: torch.Tensor) -> torch.Tensor:
 
 def _bad_sinks(sink: torch.Tensor) -> torch.Tensor:
     return ~(sink < float("inf"))
+
+
+def _seen_biases(mask: torch.Tensor, problem: AttentionProblem) -> torch.Tensor | None:
+    """`mask` where it adds values that some row may see, and has memory to look at."""
+    if mask.dtype == torch.bool or not mask.numel():
+        return None
+    if not problem.total_qo_len or not problem.kv_capacity:
+        return None
+    return None if address_of(mask) is None else mask
+
+
+def _bad_biases(mask: torch.Tensor) -> torch.Tensor:
+    return ~(mask < float("inf"))
 
 
 def _list_length_faults(faults: Faults, cache: KVCache) -> None:
@@ -167,6 +200,23 @@ def _list_sink_faults(faults: Faults, sink: torch.Tensor | None) -> None:
             "float('-inf')",
         )
     _add_rest(faults, "attn_sink", where.shape[0])
+
+
+def _list_mask_faults(faults: Faults, mask: torch.Tensor, problem: AttentionProblem) -> None:
+    bad = _bad_biases(mask)
+    qo_len, kv_len = problem.max_qo_len, problem.kv_capacity
+    visible = seen(problem, (0, qo_len), (0, kv_len), kv_len - qo_len, mask.device)
+    if visible is not None:
+        bad = (bad & visible).sum_to_size(mask.shape) > 0
+    where = bad.nonzero()
+    for index in where[:MAX_LISTED].tolist():
+        faults.add(
+            f"attn_mask{index}",
+            float(mask[tuple(index)]),
+            "must be a finite number, or -inf for not seen",
+            "float('-inf')",
+        )
+    _add_rest(faults, "attn_mask", where.shape[0])
 
 
 def _list_offset_faults(

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from stream_attention.core.backend_plan import AttentionBackendPlan, Rejection
-from stream_attention.core.cache_checks import address_of, require_dense, require_memory
+from stream_attention.core.cache_checks import require_dense, require_memory
 from stream_attention.core.call_checks import check_grad
 from stream_attention.core.describe import Described, describe
 from stream_attention.core.device import device_facts
-from stream_attention.core.errors import Faults, UnsupportedProblem, shape_of
+from stream_attention.core.errors import Faults, UnsupportedProblem, check_both, shape_of
 from stream_attention.core.problem import PROBLEM_RULES, AttentionProblem
 from stream_attention.core.registry import Registry, default_registry
-from stream_attention.core.routes.sdpa_masks import seen
-from stream_attention.core.validate import MAX_LISTED
 from stream_attention.core.validate import validate as validate_contents
 from stream_attention.planner.dispatch import (
     Candidate,
@@ -34,8 +31,6 @@ from stream_attention.planner.serve import Served, capturing, serve
 
 _OWN_RESULT = "out is given, and this route returns a tensor of its own; use out=None"
 _DROPOUT = next(rule for rule in PROBLEM_RULES if rule.parameter == "dropout_p")
-
-T = TypeVar("T")
 
 
 def run_prefill(
@@ -148,8 +143,7 @@ def prefill_problem(
     _check_mask(faults, attn_mask, (q, k) if fit else None)
     described = _described(faults, fit, q, k, v, options)
     if validate:
-        _check_bias(faults, attn_mask, described.problem)
-        _with_faults(faults, lambda: validate_contents(described))
+        validate_contents(described, attn_mask)
     return dataclasses.replace(described.problem, phase="prefill", mask=_mask_kind(attn_mask))
 
 
@@ -228,20 +222,6 @@ def _refuse(ranking: Ranking, candidate: Candidate, error: UnsupportedProblem) -
     return dataclasses.replace(ranking, rejections=(*ranking.rejections, late))
 
 
-def _with_faults(faults: Faults, check: Callable[[], T]) -> T:
-    """What `check` returns; one `ValueError` with `faults` and with what it raises."""
-    try:
-        found = check()
-    except ValueError as error:
-        try:
-            faults.raise_if_any("attention")
-        except ValueError as others:
-            raise ValueError(f"{others}\n{error}") from None
-        raise
-    faults.raise_if_any("attention")
-    return found
-
-
 def _described(faults: Faults, fit: bool, q: Any, k: Any, v: Any, options: Any) -> Described:
     """The described call; one `ValueError` with `faults` and those that `describe` finds.
 
@@ -250,7 +230,10 @@ def _described(faults: Faults, fit: bool, q: Any, k: Any, v: Any, options: Any) 
     if not fit:
         q = k = v = torch.empty(1, 1, 1, 1, dtype=torch.float32, device="meta")
         options = {**options, "attn_sink": None, "out": None}
-    return _with_faults(faults, lambda: describe(q, k, v_cache=v, allocate=False, **options))
+    return check_both(
+        lambda: faults.raise_if_any("attention"),
+        lambda: describe(q, k, v_cache=v, allocate=False, **options),
+    )
 
 
 def _check_sequences(faults: Faults, q: Any, k: Any, v: Any) -> bool:
@@ -319,31 +302,6 @@ def _check_mask(
         "must broadcast to [batch, num_qo_heads, qo_len, kv_len]",
         full,
     )
-
-
-def _check_bias(faults: Faults, mask: torch.Tensor | None, problem: AttentionProblem) -> None:
-    """Values of an additive mask: a NaN or +inf that is seen makes its row NaN. Syncs once.
-
-    What stands for another tensor, as in a transform of `torch.func`, holds no values to look at.
-    """
-    if mask is None or mask.dtype == torch.bool or not mask.numel():
-        return
-    if address_of(mask) is None or not problem.total_qo_len:
-        return
-    bad = ~(mask < float("inf"))
-    if not bool(bad.any()):
-        return
-    qo_len, kv_len = problem.max_qo_len, problem.kv_capacity
-    visible = seen(problem, (0, qo_len), (0, kv_len), kv_len - qo_len, mask.device)
-    if visible is not None:
-        bad = (bad & visible).sum_to_size(mask.shape) > 0
-    where = bad.nonzero()
-    for index in where[:MAX_LISTED].tolist():
-        value, rule = float(mask[tuple(index)]), "must be a finite number, or -inf for not seen"
-        faults.add(f"attn_mask{index}", value, rule, "float('-inf')")
-    if len(where) > MAX_LISTED:
-        rule = f"the first {MAX_LISTED} are listed"
-        faults.add("attn_mask", f"{len(where)} faults", rule)
 
 
 def _check_dropout(faults: Faults, dropout_p: Any) -> None:

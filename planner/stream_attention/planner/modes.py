@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from stream_attention.core.errors import Faults, UnsupportedProblem
+from stream_attention.core.errors import Faults, UnsupportedProblem, check_both
 from stream_attention.core.ir import evaluable_repr, is_int
 
 MODES = ("exact_native", "seed_only_native", "verified_auto")
@@ -105,12 +105,5 @@ def decide_with(
 
     Faults of the arguments come before a mode that cannot be honoured for them.
     """
-    try:
-        described = describe()
-    except ValueError as error:
-        try:
-            canonical_mode(mode)
-        except ValueError as other:
-            raise ValueError(f"{other}\n{error}") from None
-        raise
+    described = check_both(lambda: canonical_mode(mode), describe)
     return decide(mode, identity), described

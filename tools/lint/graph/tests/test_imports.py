@@ -1,5 +1,6 @@
 import dataclasses
 import pathlib
+import re
 
 import import_rules
 import lint_tree
@@ -7,6 +8,9 @@ import pytest
 
 FACADE = pathlib.Path("core/stream_attention/__init__.py")
 KINDS = ("py_library", "py_binary", "py_test")
+REQUIREMENTS = pathlib.Path("tools/python/requirements.in")
+# No target imports or starts them.
+PACKAGING = {"build", "setuptools", "wheel"}
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +41,17 @@ def test_every_dep_of_a_library_is_imported(targets, rules):
     assert len(libraries) > 10
     unused = {target.label: deps for target in libraries if (deps := rules.unused(target))}
     assert unused == {}, "take them out of deps"
+
+
+def requirements():
+    """Names that the workspace asks for."""
+    lines = [line for line in REQUIREMENTS.read_text().splitlines() if not line.startswith("#")]
+    return {re.match(r"[a-z0-9-]+", line)[0] for line in lines if line.strip()}
+
+
+def test_every_requirement_is_a_dep_of_some_target(targets):
+    deps = {dep.rpartition(":")[2] for target in targets for dep in target.deps}
+    assert {"torch", "rich"} < deps and requirements() - deps == PACKAGING
 
 
 def test_an_unused_dep_is_found(targets, rules):
