@@ -20,6 +20,8 @@ struct DecodeLaunch {
   int rows_total;  // qo_len * group
   float scale;     // of the scores, in powers of two; before a cap: of its argument
   float cap;       // 0: none
+  // What blocks hand each other goes through regions of this many items.
+  uint32_t region_items;
   // Strides of K and V in pieces of 16 bytes.
   uint32_t k_page_pieces, k_token_pieces, v_page_pieces, v_token_pieces;
 };
@@ -224,7 +226,7 @@ __device__ __forceinline__ void locate_in_warp(const DecodeLaunch& launch, int k
   at.in_request = __shfl_sync(0xffffffffu, count, at.request) - skipped;
 }
 
-// What threads share when they search together.
+// What threads share when they search together, and the lengths that they walk along by.
 template <class Shape>
 struct Search {
   int sums[Shape::kWarps];

@@ -42,6 +42,15 @@ __device__ __forceinline__ void scale(State& state, float weight) {
   state.sum *= weight;
 }
 
+// Adds a state with the given weight, both relative to the same power of two.
+__device__ __forceinline__ void add_weighted(State& state, const State& other, float weight) {
+  state.out.x += other.out.x * weight;
+  state.out.y += other.out.y * weight;
+  state.out.z += other.out.z * weight;
+  state.out.w += other.out.w * weight;
+  state.sum += other.sum * weight;
+}
+
 __device__ __forceinline__ void add(State& state, const State& other) {
   const float top = fmaxf(state.top, other.top);
   const float mine = weight_in(state.top, top), theirs = weight_in(other.top, top);
@@ -68,28 +77,30 @@ __device__ __forceinline__ State add_rounded(const State& left, const State& rig
                top, both(left.sum, right.sum)};
 }
 
-// Merges the states of the lanes whose numbers are equal modulo `apart` (a power of two).
-__device__ __forceinline__ void add_across_lanes(State& state, int apart) {
-  const auto from = [&](float x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); };
-  float top = state.top;
+// The largest value, and the sum, of the lanes whose numbers are equal modulo `apart` (a power of
+// two).
+__device__ __forceinline__ float max_across_lanes(float x, int apart) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
-    const float other = from(top, step);
-    if (step >= apart) top = fmaxf(top, other);
+    if (step >= apart) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
   }
-  scale(state, weight_in(state.top, top));
-  state.top = top;
+  return x;
+}
+
+__device__ __forceinline__ void sum_across_lanes(State& state, int apart) {
+  const auto from = [&](float x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); };
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
-    const bool counts = step >= apart;
-    const float x = from(state.out.x, step), y = from(state.out.y, step);
-    const float z = from(state.out.z, step), w = from(state.out.w, step);
-    const float sum = from(state.sum, step);
-    state.out.x += counts ? x : 0.f;
-    state.out.y += counts ? y : 0.f;
-    state.out.z += counts ? z : 0.f;
-    state.out.w += counts ? w : 0.f;
-    state.sum += counts ? sum : 0.f;
+    if (step >= apart) {
+      const float x = from(state.out.x, step), y = from(state.out.y, step);
+      const float z = from(state.out.z, step), w = from(state.out.w, step);
+      const float sum = from(state.sum, step);
+      state.out.x += x;
+      state.out.y += y;
+      state.out.z += z;
+      state.out.w += w;
+      state.sum += sum;
+    }
   }
 }
 
@@ -97,7 +108,8 @@ __device__ __forceinline__ uint32_t published(float x) {
   return __float_as_uint(x) == kAbsent ? 0x7fffffffu : __float_as_uint(x);
 }
 
-// What is exchanged stays in L2 while K and V stream through it: a miss would queue behind them.
+// What is exchanged stays in L2 from launch to launch while K and V stream through it: a miss would
+// queue behind them. Stores say so, of which the reader's is the last, and prefetches.
 __device__ __forceinline__ uint64_t keep_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -106,6 +118,7 @@ __device__ __forceinline__ uint64_t keep_policy() {
 
 // What one block merges of one request: four outputs of each item, and behind them, of each item,
 // its maximum and sum. Neighbouring items are neighbours, so that a warp writes whole sectors.
+constexpr int kItemFloats = 6;
 struct Region {
   float4* outs;
   float2* sums;
@@ -125,13 +138,13 @@ struct Region {
   }
 
   __device__ __forceinline__ void load(int item, uint32_t (&w)[6]) const {
-    asm volatile("ld.relaxed.gpu.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                 : "l"(outs + item), "l"(keep_policy())
+                 : "l"(outs + item)
                  : "memory");
-    asm volatile("ld.relaxed.gpu.global.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
                  : "=r"(w[4]), "=r"(w[5])
-                 : "l"(sums + item), "l"(keep_policy())
+                 : "l"(sums + item)
                  : "memory");
   }
 
@@ -193,13 +206,8 @@ struct Region {
 
 // Items that a block's region must hold for `vectors` vectors and at most `blocks` parts: a slice
 // is less than twice its fair share. A multiple of four, so that regions begin at whole sectors.
-__host__ __device__ constexpr int64_t region_items(int vectors, int blocks) {
-  return (2 * (static_cast<int64_t>(vectors) + blocks) + 3) / 4 * 4;
-}
-
-// Floats of a region.
-__host__ __device__ constexpr int64_t region_floats(int vectors, int blocks) {
-  return 6 * region_items(vectors, blocks);
+__host__ __device__ constexpr uint32_t region_items(int vectors, int blocks) {
+  return (2u * (vectors + blocks) + 3) / 4 * 4;
 }
 
 }  // namespace stream_attention

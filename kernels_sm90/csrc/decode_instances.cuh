@@ -110,7 +110,8 @@ StreamAttentionDecodeGeometry geometry_of(const StreamAttentionDecodeParams& p, 
     g.scratch_floats = node_floats(g.grid, g.blocks_per_head, kVectors) +
                        fold_floats(g.grid, kVectors, levels_of(most));
   } else if (g.blocks_per_head > 1) {
-    g.scratch_floats = 2 * g.grid * region_floats(kVectors, g.blocks_per_head);
+    g.scratch_floats =
+        int64_t{2} * kItemFloats * g.grid * region_items(kVectors, g.blocks_per_head);
   }
   return g;
 }
@@ -129,6 +130,8 @@ DecodeLaunch launch_of(const StreamAttentionDecodeParams& p,
   const bool capped = p.soft_cap > 0.f;
   launch.scale = capped ? p.sm_scale / p.soft_cap : p.sm_scale * kLog2E;
   launch.cap = capped ? p.soft_cap * kLog2E : 0.f;
+  launch.region_items =
+      region_items(Chosen::Shape::N * Chosen::Shape::D / 4, g.blocks_per_head);
   constexpr int64_t kPiece = 16 / Chosen::kElementBytes;
   launch.k_page_pieces = static_cast<uint32_t>(p.k_page_stride / kPiece);
   launch.k_token_pieces = static_cast<uint32_t>(p.k_token_stride / kPiece);

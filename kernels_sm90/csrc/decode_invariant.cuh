@@ -164,16 +164,18 @@ class DecodeSpans : protected DecodeQuery<T, E, Shape, kWholePages> {
   __device__ void merge_slice(const SharedNodes& shared) const {
     const int vectors = control.live_rows * kVectorsPerRow, size = 1 << shared.log2_size;
     const int begin = shared.slice << shared.log2_size;
-    const int nodes = shared.cuts.nodes.count, each = nodes > 32 ? 4 : nodes > 16 ? 2 : 1;
-    const int held = (nodes + each - 1) / each;
-    int lanes = 32;
-    while (lanes / 2 >= held && 32 / lanes < size) lanes /= 2;
-    const int columns = 32 / lanes, lane_node = lane / columns;
+    // Powers of two, lest anything be divided: this is on the way to every answer.
+    const int nodes = shared.cuts.nodes.count, log2_each = nodes > 32 ? 2 : nodes > 16 ? 1 : 0;
+    const int each = 1 << log2_each, held = (nodes + each - 1) >> log2_each;
+    int log2_lanes = 5;
+    while (1 << log2_lanes >> 1 >= held && 32 >> log2_lanes < size) --log2_lanes;
+    const int lanes = 1 << log2_lanes, log2_columns = 5 - log2_lanes, columns = 1 << log2_columns;
+    const int lane_node = lane >> log2_columns;
     const Region from = handed_out();
-    const int* const of_nodes = items_of(shared.request) + lane_node * each;
-    for (int round = warp * columns; round < size; round += Shape::kWarps * columns) {
-      const int vector = begin + round + lane % columns;
-      const int left = vector < vectors ? nodes - lane_node * each : 0;
+    const int* const of_nodes = items_of(shared.request) + (lane_node << log2_each);
+    for (int round = warp << log2_columns; round < size; round += Shape::kWarps << log2_columns) {
+      const int vector = begin + round + (lane & (columns - 1));
+      const int left = vector < vectors ? nodes - (lane_node << log2_each) : 0;
       const int count = min(max(left, 0), each);
       const auto answer = this->answer_at(shared.request, vector < vectors ? vector : 0);
       int items[kMostTaken];

@@ -26,8 +26,11 @@ class DecodeBlock : DecodeMerge<T, E, Shape, kWholePages> {
   using Work::kFp8, Work::query, Work::row_scale;
   using Work::acc, Work::memory, Work::row_max, Work::row_sum;
   static constexpr bool kInvariant = Shape::kInvariant;
-  // Chains of sums in the scores, so that few rows' products need not wait for one another.
-  static constexpr int kChains = Shape::kRowBlocks == 1 && !(kFp8 && kInvariant) ? 2 : 1;
+  static constexpr bool kTurnShared = kInvariant || (Shape::kScarce && !kWholePages);
+  // Chains of sums in the scores, so that few rows' products need not wait for one another; of fp8
+  // not where registers are too few for it.
+  static constexpr int kChains =
+      Shape::kRowBlocks == 1 && !(kFp8 && (kInvariant || !kWholePages)) ? 2 : 1;
 
  public:
   __device__ __forceinline__ DecodeBlock(const DecodeLaunch& launched, char* shared)
@@ -38,8 +41,10 @@ class DecodeBlock : DecodeMerge<T, E, Shape, kWholePages> {
     if (kInvariant && lane == 0) turn().merges = 0;
     begin(at, ahead);
     if (at.in_block == 0) return;
-    if (ahead.in_block > 0) this->next_tile(ahead);
-    this->begin_lookup(ahead);
+    if constexpr (!kWholePages) {
+      if (ahead.in_block > 0) this->next_tile(this->lens(), ahead);
+      this->begin_lookup(ahead);
+    }
     wait_copies<Shape::kSlots>();  // for the rows of q
     __syncthreads();
     this->take_query(at.request);
@@ -48,8 +53,12 @@ class DecodeBlock : DecodeMerge<T, E, Shape, kWholePages> {
       control.first_request = at.request;
       begin_request(at, range);
     }
-    if constexpr (kInvariant) {
-      if (warp == 0) this->note_items();
+    if (warp == 0) {
+      if constexpr (kInvariant) {
+        this->note_items();
+      } else {
+        this->prefetch_region();
+      }
     }
     int slot = 0;
     // Whether the slot before this one is not filled again yet: other warps may be reading it.
@@ -100,14 +109,14 @@ class DecodeBlock : DecodeMerge<T, E, Shape, kWholePages> {
     return at.in_request == (kInvariant ? turn().last : 1);
   }
 
-  // Batch-invariant: where the warp is among spans.
+  // Batch-invariant: where the warp is among spans. Elsewhere but what it sees.
   __device__ __forceinline__ Turn& turn() const {
-    static_assert(!kInvariant || Shape::kTurnBytes == Shape::kWarps * sizeof(Turn));
+    static_assert(!kTurnShared || Shape::kTurnBytes == Shape::kWarps * sizeof(Turn));
     return reinterpret_cast<Turn*>(memory + Shape::kTurnsAt)[warp];
   }
 
   __device__ __forceinline__ Seen& seen() {
-    if constexpr (kInvariant) return turn().seen;
+    if constexpr (kTurnShared) return turn().seen;
     return own_seen;
   }
   __device__ __forceinline__ const Seen& seen() const {
@@ -128,9 +137,10 @@ class DecodeBlock : DecodeMerge<T, E, Shape, kWholePages> {
   // no longer true, all begins anew. A block that fills its SM does not come before its producer
   // has ended, and needs no hints.
   __device__ __forceinline__ void begin(Cursor& at, Cursor& ahead) {
-    auto& search = *reinterpret_cast<Search<Shape>*>(memory + Shape::kSearchAt);
-    static_assert(sizeof(search) <= Shape::kSearchBytes);
+    auto& search = this->search();
     constexpr bool kHints = Shape::kHints;
+    // Of whole pages the ids of the tiles that follow go ahead of the tokens as well.
+    constexpr int kSteps = kWholePages ? kAhead + 1 : kAhead;
     const Lens lens = this->lens();
     const int block = control.block;
     const bool in_warps = p.batch <= 32, in_threads = p.batch <= Shape::kThreads;
@@ -150,7 +160,12 @@ class DecodeBlock : DecodeMerge<T, E, Shape, kWholePages> {
       for (int i = 0; i <= kAhead; ++i) {
         hints[i] = this->hint_of(ahead);
         places[i] = hints[i].place;
-        if (i < kAhead && ahead.in_block > 0) this->next_tile(known, ahead);
+        if (i < kSteps && ahead.in_block > 0) this->next_tile(known, ahead);
+      }
+      const int32_t* next_ids = nullptr;
+      if constexpr (kWholePages) {
+        this->start_ids();
+        if (ahead.in_block > 0) next_ids = this->ids_from(ahead.request, ahead.tile, ahead.kv_len);
       }
       const char* const own_query = computed_once(this->query_piece(at.request, 0));
       const auto first_keys = this->first_keys(places[0]);
@@ -162,6 +177,7 @@ class DecodeBlock : DecodeMerge<T, E, Shape, kWholePages> {
       int ids[kAhead + 1][kSubs];
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) this->read_again(hints[i], ids[i]);
+      if constexpr (kWholePages) this->copy_ids(next_ids, this->own_ids());
       if (at.in_block > at.in_request) this->copy_query(at.request + 1);
       commit_copies();
       // All warps' small reads go ahead of the tokens, behind which they would queue.
@@ -193,15 +209,18 @@ class DecodeBlock : DecodeMerge<T, E, Shape, kWholePages> {
       if constexpr (kFp8) this->copy_scales();
       this->copy_query(at.request);
       if (at.in_block > at.in_request) this->copy_query(at.request + 1);
-      commit_copies();
       ahead = at;
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) {
         places[i] = this->place_of(ahead);
-        if (i < kAhead && ahead.in_block > 0) this->next_tile(ahead);
+        if (i < kSteps && ahead.in_block > 0) this->next_tile(lens, ahead);
       }
+      if constexpr (kWholePages) this->begin_lookup(ahead);
+      commit_copies();
       this->copy_first(places, 0);
     }
+    // For the warps' walk along the range, behind the next barrier.
+    if (in_warps && warp == 0 && has_own) search.lens[own] = lens.bounded(own_read);
     place = places[kAhead];
   }
 
@@ -520,7 +539,10 @@ __global__ void __launch_bounds__(
     decode_kernel(const __grid_constant__ DecodeLaunch launch) {
   using Shape = DecodeShape<kHeadDim, kRows, sizeof(E), kInvariant>;
   extern __shared__ __align__(1024) char shared[];
-  DecodeBlock<T, E, Shape, kWholePages> work(launch, shared);
+  // Left to itself the compiler makes the address anew wherever it is used, which takes long.
+  // Instances with fp8 have no register for it.
+  char* const memory = sizeof(E) > 1 ? kept_in_register(shared) : shared;
+  DecodeBlock<T, E, Shape, kWholePages> work(launch, memory);
   work.run();
 }
 

@@ -24,32 +24,45 @@ class DecodeMerge : protected DecodeParts<T, E, Shape, kWholePages> {
   __device__ __forceinline__ DecodeMerge(const DecodeLaunch& launched, char* shared)
       : Parts(launched, shared), memory(shared) {}
 
-  // Where a column of a row of a warp's state lies in the slot that serves the merge, in floats.
-  static __device__ __forceinline__ int merge_at(int of_warp, int row, int column) {
-    return of_warp * (Shape::kChunkBytes / 4) + row * Shape::kMergeStride +
-           (Shape::kMergePermuted ? column ^ (row << 2) : column);
+  // Where a column of a row of a warp's state lies in the slot that serves the merge, in bytes:
+  // permuted within rows of whole 128 bytes; else the rows' equal vectors lie together, permuted.
+  // So banks are apart for those who write columns of several rows and for those who read vectors
+  // of one.
+  static constexpr bool kWholeLines = D % 32 == 0;
+  static constexpr int kMergeRows = Shape::kMergeRows;
+  static __device__ __forceinline__ uint32_t merge_at(uint32_t row, uint32_t column) {
+    const uint32_t vector = column / 4, bytes = column * 4;
+    return kWholeLines ? row * (D * 4) + (bytes ^ row << 4)
+                       : (vector * kMergeRows + (row ^ vector % kMergeRows)) * 16 + bytes % 16;
+  }
+  // The address `columns` columns after `address`, where the numbers of that column and of columns
+  // have no bit in common; a multiple of 8. Made of few operations: most of it is a constant.
+  static __device__ __forceinline__ uint32_t columns_after(uint32_t address, int columns) {
+    if constexpr (kWholeLines) return (address ^ columns % 32 * 4) + columns / 32 * 128;
+    return (address ^ columns / 4 % kMergeRows * 16) + columns * (4 * kMergeRows);
   }
 
   // Puts rows [first, first + rows) of the warp's state into its part of the slot at `outs`.
-  __device__ __forceinline__ void put_state(float* outs, float2* sums, int first, int rows,
+  __device__ __forceinline__ void put_state(uint32_t outs, uint32_t sums, int first, int rows,
                                             const float (&of_rows)[N / 8][2]) const {
     const int nb = first / 8, start = first % 8;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int row = lane % 4 * 2 + c - start;
       if (row < 0 || row >= rows) continue;
+      const uint32_t own =
+          outs + warp * Shape::kChunkBytes + merge_at(row, lane / 4 * (kFp8 ? 2 : 1));
 #pragma unroll
       for (int i = 0; i < D / 16; ++i) {
         if constexpr (kFp8) {
-          *reinterpret_cast<float2*>(outs + merge_at(warp, row, i * 16 + lane / 4 * 2)) =
-              make_float2(acc[nb][i][c], acc[nb][i][c + 2]);
+          store_shared(columns_after(own, i * 16), acc[nb][i][c], acc[nb][i][c + 2]);
         } else {
-          outs[merge_at(warp, row, i * 16 + lane / 4)] = acc[nb][i][c];
-          outs[merge_at(warp, row, i * 16 + lane / 4 + 8)] = acc[nb][i][c + 2];
+          store_shared(columns_after(own, i * 16), acc[nb][i][c]);
+          store_shared(columns_after(own, i * 16 + 8), acc[nb][i][c + 2]);
         }
       }
       if (lane < 4) {
-        sums[warp * N + first + row] = make_float2(row_max[nb][c], of_rows[nb][c]);
+        store_shared(sums + (warp * N + first + row) * 8, row_max[nb][c], of_rows[nb][c]);
       }
     }
   }
@@ -65,9 +78,9 @@ class DecodeMerge : protected DecodeParts<T, E, Shape, kWholePages> {
     all_free = all_free && N > kMost;
     const auto outs = [&](int first) {
       const int of_rows = all_free ? first / kMost : slot;
-      return reinterpret_cast<float*>(memory + of_rows * Shape::kSlotBytes);
+      return this->ring + of_rows * Shape::kSlotBytes;
     };
-    float2* const sums = reinterpret_cast<float2*>(memory + Shape::kSumsAt);
+    const uint32_t sums = this->ring + Shape::kSumsAt;
     float of_rows[N / 8][2];
 #pragma unroll
     for (int nb = 0; nb < N / 8; ++nb) {
@@ -87,25 +100,27 @@ class DecodeMerge : protected DecodeParts<T, E, Shape, kWholePages> {
       for (; v < end; v += Shape::kThreads) {
         const unsigned row = v / kVectorsPerRow, column = v % kVectorsPerRow * 4;
         const auto aimed = aim(v);
-        use(aimed, v, merged_vector(outs(row), sums + row, row % kMost, column));
+        use(aimed, v, merged_vector(outs(row), sums + row * 8, row % kMost, column));
       }
     }
   }
 
   // Four columns of the merged state of a row, the `row`-th in the slot at `outs`.
-  __device__ __forceinline__ State merged_vector(const float* outs, const float2* sums, int row,
+  __device__ __forceinline__ State merged_vector(uint32_t outs, uint32_t sums, int row,
                                                  int column) const {
+    const uint32_t at = outs + merge_at(row, column);
     State state = empty_state();
     float2 of_warps[Shape::kWarps];
 #pragma unroll
     for (int w = 0; w < Shape::kWarps; ++w) {
-      of_warps[w] = sums[w * N];
+      load_shared(of_warps[w], sums + w * N * 8);
       state.top = fmaxf(state.top, of_warps[w].x);
     }
 #pragma unroll
     for (int w = 0; w < Shape::kWarps; ++w) {
       const float weight = weight_in(of_warps[w].x, state.top);
-      const float4 part = *reinterpret_cast<const float4*>(outs + merge_at(w, row, column));
+      float4 part;
+      load_shared(part, at + w * Shape::kChunkBytes);
       // One operation each, wherever this is used: batch-invariant bits depend on it.
       state.sum = __fmaf_rn(weight, of_warps[w].y, state.sum);
       state.out.x = __fmaf_rn(weight, part.x, state.out.x);

@@ -88,6 +88,34 @@ __device__ __forceinline__ void load_shared(uint32_t (&words)[2], uint32_t addre
                : "memory");
 }
 
+__device__ __forceinline__ void load_shared(float2& pair, uint32_t address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(pair.x), "=f"(pair.y)
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_shared(float4& four, uint32_t address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" : : "r"(address), "f"(x) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" : : "r"(address), "f"(x), "f"(y) : "memory");
+}
+
+__device__ __forceinline__ int load_shared(uint32_t address) {
+  int word;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
+
 // Four e4m3 values as two pairs of halves; exact.
 __device__ __forceinline__ void widen(uint32_t four, uint32_t& low, uint32_t& high) {
   asm("{\n"
@@ -126,6 +154,10 @@ __device__ __forceinline__ void wait_copies() {
 
 __device__ __forceinline__ void prefetch_to_l2(const void* line) {
   asm volatile("prefetch.global.L2 [%0];" : : "l"(line));
+}
+
+__device__ __forceinline__ void prefetch_to_keep(const void* line) {
+  asm volatile("prefetch.global.L2::evict_last [%0];" : : "l"(line));
 }
 
 // A barrier in shared memory at which threads arrive without waiting. Phases alternate in parity.
@@ -178,6 +210,13 @@ __device__ __forceinline__ const char* computed_once(const char* pointer) {
   const uint64_t low = computed_once(static_cast<uint32_t>(x));
   return reinterpret_cast<const char*>(
       low | uint64_t{computed_once(static_cast<uint32_t>(x >> 32))} << 32);
+}
+
+// The same of the address of shared memory.
+__device__ __forceinline__ char* kept_in_register(char* shared) {
+  uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("mov.u32 %0, %0;" : "+r"(address));
+  return static_cast<char*>(__cvta_shared_to_generic(address));
 }
 
 // The eight lanes that share rows of a transposed product hold its tokens.

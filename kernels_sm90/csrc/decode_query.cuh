@@ -4,14 +4,14 @@
 
 #include <type_traits>
 
-#include "decode_work.cuh"
+#include "decode_share.cuh"
 
 namespace stream_attention {
 
 template <class T, class E, class Shape, bool kWholePages>
-class DecodeQuery : protected DecodeWork<T, E, Shape, kWholePages> {
+class DecodeQuery : protected DecodeShare<T, E, Shape, kWholePages> {
  protected:
-  using Work = DecodeWork<T, E, Shape, kWholePages>;
+  using Work = DecodeShare<T, E, Shape, kWholePages>;
   using Work::D, Work::N, Work::launch, Work::p, Work::lane, Work::control;
 
   static constexpr bool kFp8 = sizeof(E) == 1;

@@ -10,26 +10,31 @@
 namespace stream_attention {
 
 // Rows of 16-byte pieces, so that eight neighbouring rows' equal pieces lie in different banks:
-// pieces are permuted within eights, or rows are an odd number of pieces apart.
+// pieces are permuted within groups, in another way in each row that would meet the same banks, or
+// rows are an odd number of pieces apart.
 template <int kPiecesOfRow>
 struct Rows {
-  static constexpr bool kPermuted = kPiecesOfRow % 8 == 0;
-  static constexpr int kStride = 16 * (kPermuted ? kPiecesOfRow : kPiecesOfRow | 1);
+  static constexpr int kGroup = kPiecesOfRow % 8 == 0 ? 8 : kPiecesOfRow % 4 == 2 ? 2 : 1;
+  static constexpr int kStride = 16 * (kGroup > 1 ? kPiecesOfRow : kPiecesOfRow | 1);
+
+  // What the numbers of a row's pieces are changed by.
+  static __host__ __device__ constexpr int change(int row) {
+    return row / (8 / kGroup) % kGroup;
+  }
 
   static __device__ __forceinline__ uint32_t offset(int row, int piece) {
-    return row * kStride + ((kPermuted ? piece ^ (row & 7) : piece) << 4);
+    return row * kStride + ((piece ^ change(row)) << 4);
   }
 
   // The address of the piece `pieces` after that at `address`, in the same row, where the two
-  // numbers have no bit in common. Rows begin at multiples of 128.
+  // numbers have no bit in common. The first row begins at a multiple of 128.
   static __device__ __forceinline__ uint32_t after(uint32_t address, int pieces) {
-    return kPermuted ? (address ^ ((pieces & 7) << 4)) + ((pieces & ~7) << 4)
-                     : address + (pieces << 4);
+    return (address ^ (pieces % kGroup << 4)) + (pieces / kGroup * kGroup << 4);
   }
 
   // The address `rows` rows below, where the two row numbers have no bit in common below 8.
   static __device__ __forceinline__ uint32_t below(uint32_t address, int rows) {
-    return (kPermuted ? address ^ ((rows & 7) << 4) : address) + rows * kStride;
+    return (address ^ (change(rows) << 4)) + rows * kStride;
   }
 };
 
@@ -62,22 +67,24 @@ struct DecodeShape {
   static constexpr bool kQueryShared = kElementBytes > 1 && N % 16 == 0 && N * D >= 16 * 192;
   static constexpr int kQueryBytes = N * Query::kStride;
   // For a merge a warp's state takes the place of its last chunk of V, eight rows at a time if they
-  // fit. Rows are permuted, or an odd number of pieces apart, as those of tokens are.
-  static constexpr bool kMergePermuted = D % 32 == 0;
-  static constexpr int kMergeStride = kMergePermuted ? D : D + 4;
-  static constexpr int kMergeRows = 4 * 8 * kMergeStride <= kChunkBytes ? 8 : 4;
-  static_assert(4 * kMergeRows * kMergeStride <= kChunkBytes, "a state takes a chunk's place");
+  // fit.
+  static constexpr int kMergeRows = 4 * 8 * D <= kChunkBytes ? 8 : 4;
+  static_assert(4 * kMergeRows * D <= kChunkBytes, "a state takes a chunk's place");
   static constexpr int kSumBytes = 8 * N * kWarps;
   static constexpr int kControlBytes = kInvariant ? 176 : 96;
-  // Batch-invariant: where warps are, what the block has folded on the lowest level, and where
+  // Instances that have not a register left: what others have in one they look up.
+  static constexpr bool kScarce = kElementBytes == 1 && D > 128;
+  // Where warps are. Batch-invariant also what the block has folded on the lowest level, and where
   // nodes of its first and last request lie.
-  static constexpr int kTurnBytes = kInvariant ? 16 * kWarps : 0;
+  static constexpr int kTurnBytes = kInvariant || kScarce ? 16 * kWarps : 0;
   static constexpr int kFoldBytes = kInvariant ? 24 * N * D / 4 : 0;
   static constexpr int kItemBytes = kInvariant ? 2 * 4 * kMostSpans : 0;
+  // Page ids of a warp's next tiles: two times one of each lane.
+  static constexpr int kIdsBytes = 2 * 32 * 4 * kWarps;
   static constexpr int kSearchBytes = 4 * (kThreads + kWarps + 4);
   static constexpr int kFixedBytes =
-      2 * kQueryBytes + kSumBytes + kControlBytes + kTurnBytes + kFoldBytes + kItemBytes +
-      kSearchBytes;
+      kIdsBytes + 2 * kQueryBytes + kSumBytes + kControlBytes + kTurnBytes + kFoldBytes +
+      kItemBytes + kSearchBytes;
   // The ring has an odd number of slots: K and V of kAhead tiles, and K of one more. An even number
   // in between (four slots of head_dim 80 and 96, six of many rows) is slower by 1 to 3 %.
   static constexpr int kFitting = (kMostBytes - kFixedBytes) / kSlotBytes;
@@ -85,7 +92,9 @@ struct DecodeShape {
   static constexpr int kSlots = 2 * kAhead + 1;
   static_assert(kFitting >= 3, "the ring needs three slots");
   // Where what lies.
-  static constexpr int kQueryAt = kSlots * kSlotBytes;
+  static constexpr int kIdsAt = kSlots * kSlotBytes;
+  static_assert(kIdsAt % 256 == 0, "addresses of ids are told apart by their bits");
+  static constexpr int kQueryAt = kIdsAt + kIdsBytes;
   static constexpr int kSumsAt = kQueryAt + 2 * kQueryBytes;
   static constexpr int kControlAt = kSumsAt + kSumBytes;
   static constexpr int kTurnsAt = kControlAt + kControlBytes;

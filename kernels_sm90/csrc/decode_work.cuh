@@ -1,5 +1,5 @@
-// What the decode kernel does around its products: where the tokens of a block lie, the ring that
-// its warps fill, the answer, the merge of what blocks share.
+// What the decode kernel does around its products: where the tokens of a block lie, and the ring
+// that its warps fill.
 #ifndef STREAM_ATTENTION_DECODE_WORK_CUH_
 #define STREAM_ATTENTION_DECODE_WORK_CUH_
 
@@ -13,8 +13,6 @@
 #include "decode_shape.cuh"
 
 namespace stream_attention {
-
-constexpr float kLn2 = 0.6931471805599453f;
 
 // Where a warp's next chunk lies: a page and a slot in it for each sixteen tokens, or, where pages
 // do not hold whole sixteens, for each lane's token.
@@ -161,7 +159,19 @@ class DecodeWork {
   }
 
   __device__ __forceinline__ void next_tile(Cursor& at) const {
-    advance<Shape>(p, [&](int request) { return lens()(request); }, at);
+    advance<Shape>(p, [&](int request) { return len_of(request); }, at);
+  }
+
+  // Lengths of up to one request a thread lie in shared memory, unless registers are too few: a
+  // load from global memory would queue behind the tokens.
+  __device__ __forceinline__ Search<Shape>& search() const {
+    static_assert(sizeof(Search<Shape>) <= Shape::kSearchBytes);
+    return *reinterpret_cast<Search<Shape>*>(reinterpret_cast<char*>(&control) +
+                                             (Shape::kSearchAt - Shape::kControlAt));
+  }
+  __device__ __forceinline__ int len_of(int request) const {
+    if (Shape::kScarce || p.batch > Shape::kThreads) return lens()(request);
+    return request < p.batch ? search().lens[request] : 0;
   }
 
   // The place at `at`, with `read` for the page ids.
@@ -222,14 +232,24 @@ class DecodeWork {
     }
   }
 
-  // Begins to look up places from `at` on: the first ids are on their way when this returns.
+  // Begins to look up places from `at` on: the first ids are on their way when this returns, as
+  // part of the next group of copies, or to registers.
   __device__ __forceinline__ void begin_lookup(const Cursor& at) {
     if constexpr (kWholePages) {
-      ids.left = 0;
-      if (at.in_block > 0) ids.next = read_ids(at.request, at.tile, at.kv_len);
+      start_ids();
+      if (at.in_block > 0) copy_ids(ids_from(at.request, at.tile, at.kv_len), own_ids());
     } else {
       looked_up = place_of(at);
     }
+  }
+
+  __device__ __forceinline__ uint32_t own_ids() const {
+    return ring + Shape::kIdsAt + warp * (2 * kIdsBytes);
+  }
+  // No ids are left, and those that come next are the first half's.
+  __device__ __forceinline__ void start_ids() {
+    ids.left = 0;
+    ids.at = own_ids() + 2 * kIdsBytes;
   }
 
   // The place at `at`, which moves on by a tile. Every call asks for what a later one needs.
@@ -274,27 +294,43 @@ class DecodeWork {
     return __all_sync(0xffffffffu, inside);
   }
 
-  // Page ids of a warp's chunks in the tiles from `first_tile` on, a lane's each.
-  static constexpr int kTilesOfIds = 32 / kSubs;
-  __device__ __forceinline__ int read_ids(int request, int first_tile, int kv_len) const {
+  // Where page ids of a warp's chunks in the tiles from `first_tile` on lie, a lane's each; null:
+  // there is none.
+  static constexpr int kTilesOfIds = 32 / kSubs, kIdsBytes = 32 * 4;
+  __device__ __forceinline__ const int32_t* ids_from(int request, int first_tile,
+                                                     int kv_len) const {
     const int token = (first_tile + lane / kSubs) * Shape::kTile + own_tokens + lane % kSubs * 16;
-    if (p.page_table == nullptr || token >= kv_len) return 0;
-    return *id_of(request, launch.page(token));
+    if (p.page_table == nullptr || token >= kv_len) return nullptr;
+    return id_of(request, launch.page(token));
   }
 
-  // Ids are read many tiles at once and long before they are used: they queue behind the tokens.
+  // Copies a lane's id to its place behind `target`, as part of the next group of copies.
+  __device__ __forceinline__ void copy_ids(const int32_t* from, uint32_t target) const {
+    if (from != nullptr) copy_word_async(target + lane * 4, from);
+  }
+
+  // Ids are asked for many tiles at once and long before they are used, for they queue behind the
+  // tokens; and copied to shared memory, for of a load into a register some other wait that has the
+  // same scoreboard would be a wait for it.
   __device__ __forceinline__ ChunkPlace known_place(const Cursor& at) {
     ChunkPlace place;
     place.live = 0;
     if (at.in_block <= 0) return place;
     if (ids.left == 0) {
-      ids.now = ids.next;
+      // The half that was used last, and how much of it: of few tiles the copies that were made
+      // since may still be waited for, those with the ids among them.
+      const uint32_t last = ids.at - 4, half = last & ~(kIdsBytes - 1);
+      if ((last - half) / (4 * kSubs) < kAhead) {
+        wait_copies<1>();
+        __syncwarp();
+      }
+      ids.at = half ^ kIdsBytes;
       ids.left = min(at.in_request, kTilesOfIds);
       const bool same = at.in_request > kTilesOfIds, another = at.in_block > at.in_request;
-      ids.next = read_ids(
-          at.request + (same ? 0 : 1),
-          same ? at.tile + kTilesOfIds : tiles_of<Shape>(p, at.next_kv_len).first,
-          same ? at.kv_len : another ? at.next_kv_len : 0);
+      copy_ids(ids_from(at.request + (same ? 0 : 1),
+                        same ? at.tile + kTilesOfIds : tiles_of<Shape>(p, at.next_kv_len).first,
+                        same ? at.kv_len : another ? at.next_kv_len : 0),
+               half);
     }
     const int begin = chunk_begin(at);
     place.live = at.kv_len - begin;
@@ -304,11 +340,11 @@ class DecodeWork {
       place.page[sub] = at.request;
       place.slot[sub] = token;
       if (p.page_table != nullptr) {
-        place.page[sub] = __shfl_sync(0xffffffffu, ids.now, sub);
+        place.page[sub] = load_shared(ids.at + sub * 4);
         place.slot[sub] -= launch.page(token) * p.page_size;
       }
     }
-    ids.now = __shfl_down_sync(0xffffffffu, ids.now, kSubs);
+    ids.at += 4 * kSubs;
     --ids.left;
     return place;
   }
@@ -442,140 +478,6 @@ class DecodeWork {
     }
   }
 
-  // How many blocks share the request at `at`, and the first of them.
-  __device__ __forceinline__ Shared sharers(const Cursor& at, bool from_start,
-                                            const Range& range) const {
-    const bool to_end = at.in_request <= at.in_block;
-    if (from_start && to_end) return Shared{at.request, control.block, 1, 0};
-    if (range.parts > 0) {
-      const int log2_size = slice_log2(control.live_rows * kVectorsPerRow, range.parts);
-      return Shared{at.request, range.first_block, range.parts, log2_size};
-    }
-    const EqualCuts cuts(range.total, launch.blocks);
-    const int count = tiles_of<Shape>(p, at.kv_len).count;
-    Shared shared;
-    shared.request = at.request;
-    shared.first_block = from_start ? control.block : cuts.owner(range.before);
-    const int last_block = to_end ? control.block : cuts.owner(range.before + count - 1);
-    shared.parts = last_block - shared.first_block + 1;
-    shared.log2_size = slice_log2(control.live_rows * kVectorsPerRow, shared.parts);
-    return shared;
-  }
-
-  // A block has two regions: one for the request that it begins and others end, one for the
-  // request that it does not begin.
-  __device__ __forceinline__ Region region_of(const Shared& shared, int slice) const {
-    const int blocks = static_cast<int>(launch.blocks.divisor), vectors = N * kVectorsPerRow;
-    const int of_block = control.lead * blocks + shared.first_block + slice;
-    const int index = 2 * of_block + (slice == 0 ? 1 : 0);
-    return Region(p.scratch + index * region_floats(vectors, blocks),
-                  region_items(vectors, blocks));
-  }
-
-  // Where a state of four columns of a row, the `vector`-th of the block's, goes, if other blocks
-  // share the request: to the block that merges it.
-  __device__ __forceinline__ Region target_of(const Shared& shared, int vector) const {
-    const int part = control.block - shared.first_block;
-    const int size = 1 << shared.log2_size;
-    const int item = (part << shared.log2_size) + (vector & (size - 1));
-    return region_of(shared, vector >> shared.log2_size).from(item);
-  }
-
-  // Parts that a lane reads at once. More of them, where vectors are few, take longer than more
-  // lanes do.
-  static constexpr int kMostTaken = N > 8 ? 4 : 2;
-
-  // This block's slice of the answer of a shared request. A warp takes some vectors, and a lane one
-  // part of each, or more if then fewer rounds do; the order of additions depends on the shape
-  // alone.
-  __device__ void merge_slice(const Shared& shared) const {
-    const int vectors = control.live_rows * kVectorsPerRow;
-    const int log2_size = shared.log2_size;
-    const int slice = control.block - shared.first_block, size = 1 << log2_size;
-    const int begin = slice << log2_size;
-    const Region region = region_of(shared, slice);
-    int lanes = 32;
-    while (lanes > shared.parts && 32 / lanes < size) lanes /= 2;
-    while (kMostTaken > 2 && Shape::kWarps * (32 / lanes) < size &&
-           lanes / 2 * kMostTaken >= shared.parts) {
-      lanes /= 2;
-    }
-    const int columns = 32 / lanes;
-    for (int round = warp * columns; round < size; round += Shape::kWarps * columns) {
-      const int column = round + lane % columns, vector = begin + column;
-      const bool live = column < size && vector < vectors;
-      const Answer answer = answer_at(shared.request, live ? vector : 0);
-      State state = empty_state();
-      for (int start = 0; start < shared.parts; start += kMostTaken * lanes) {
-        int items[kMostTaken], count = 0;
-#pragma unroll
-        for (int i = 0; i < kMostTaken; ++i) {
-          const int part = start + i * lanes + lane / columns;
-          items[i] = (part << log2_size) + column;
-          count += live && part < shared.parts;
-        }
-        State states[kMostTaken];
-        region.take(count, items, states);
-#pragma unroll
-        for (int i = 0; i < kMostTaken; ++i) {
-          if (i < count) add(state, states[i]);
-        }
-      }
-      add_across_lanes(state, columns);
-      if (lane < columns && live) write(answer, state);
-    }
-  }
-
-  // Natural logarithm of the sum of weights.
-  static __device__ __forceinline__ float log_of(const State& state) {
-    const float power = log2f(state.sum);
-    if constexpr (Shape::kInvariant) return __fmul_rn(__fadd_rn(state.top, power), kLn2);
-    return (state.top + power) * kLn2;
-  }
-
-  // Where four elements of a row's answer go, and what they still need.
-  struct Answer {
-    T* out;
-    float* lse;   // null: somebody else's, or not wanted
-    float sink;   // in powers of two
-  };
-
-  __device__ __forceinline__ Answer answer_at(int request, int vector) const {
-    const int row = control.row_start + vector / kVectorsPerRow;
-    const int column = vector % kVectorsPerRow * 4;
-    const int token = launch.group(row);
-    const int q_head = control.head * p.group + row - token * p.group;
-    const int64_t place = static_cast<int64_t>(request) * p.qo_len + token;
-    Answer answer;
-    answer.out = static_cast<T*>(p.out) + place * p.out_token_stride +
-                 static_cast<int64_t>(q_head) * p.out_head_stride + column;
-    answer.lse = p.lse == nullptr || column > 0
-                     ? nullptr
-                     : p.lse + place * p.lse_token_stride + q_head * p.lse_head_stride;
-    answer.sink = p.attn_sink == nullptr ? -INFINITY : __fmul_rn(p.attn_sink[q_head], kLog2E);
-    return answer;
-  }
-
-  // Four elements of one row's answer.
-  __device__ __forceinline__ void write(const Answer& answer, State state) const {
-    const bool empty = state.sum == 0.f;
-    if (p.attn_sink != nullptr && !empty) {
-      const State sink{make_float4(0.f, 0.f, 0.f, 0.f), answer.sink, 1.f};
-      if constexpr (Shape::kInvariant) {
-        state = add_rounded(state, sink);
-      } else {
-        add(state, sink);
-      }
-    }
-    float inverse = empty ? 0.f : __fdividef(1.f, state.sum);
-    if constexpr (sizeof(E) == 1) inverse *= control.value_scale;
-    uint2 words;
-    words.x = empty ? 0u : Half<T>::pack(state.out.x * inverse, state.out.y * inverse);
-    words.y = empty ? 0u : Half<T>::pack(state.out.z * inverse, state.out.w * inverse);
-    *reinterpret_cast<uint2*>(answer.out) = words;
-    if (answer.lse != nullptr) *answer.lse = empty ? -INFINITY : log_of(state);
-  }
-
   const DecodeLaunch& launch;
   const StreamAttentionDecodeParams& p;
   Control& control;
@@ -587,9 +489,9 @@ class DecodeWork {
   const char* value;
   uint64_t policy;
   struct {
-    int now, next;  // from the tile at hand on, the first lane's first; and of those that follow
-    int left;       // tiles that `now` has ids for
-  } ids;                 // where pages hold whole sixteens
+    uint32_t at;  // in shared memory, of the tile at hand
+    int left;     // tiles from it on that have theirs there
+  } ids;          // where pages hold whole sixteens
   ChunkPlace looked_up;  // elsewhere: the next place
 };
 

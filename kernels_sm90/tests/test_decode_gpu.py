@@ -136,6 +136,33 @@ def test_requests_of_fewer_tiles_than_blocks(batch, route, head_dim):
     check_route(route, served(case, head_dim), DEVICE)
 
 
+@pytest.mark.parametrize("parts", [2, 3, 5, 16])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "tile"), [(64, 32, 256), (80, 32, 128), (128, 32, 128), (192, 16, 64)]
+)
+@ROUTES
+def test_many_rows_of_few_parts(route, head_dim, group, tile, parts):
+    """One KV head's 128 blocks have a tile each, so that so many share a request."""
+    batch = 128 // parts
+    case = Case(
+        qo_lens=(1,) * batch, kv_lens=(parts * tile,) * batch, call="batch", head_dim_qk=head_dim,
+        num_qo_heads=group, num_kv_heads=1, dtype="bfloat16", page_size=16,
+    )  # fmt: skip
+    check_route(route, case, DEVICE)
+
+
+@pytest.mark.parametrize("head_dim", decode.HEAD_DIMS)
+@ROUTES
+def test_requests_of_a_tile_or_two_beside_long_ones(route, head_dim):
+    """Ids of the tiles that follow are asked for while others of as few tiles are read."""
+    lens = tuple((5, 70, 900, 1, 300, 0, 20, 1500)[i % 8] for i in range(150))
+    case = Case(
+        qo_lens=(1,) * 150, kv_lens=lens, call="batch", head_dim_qk=head_dim, num_qo_heads=4,
+        num_kv_heads=2, dtype="bfloat16", page_size=16,
+    )  # fmt: skip
+    check_route(route, case, DEVICE)
+
+
 def test_a_pool_without_pages_is_refused():
     built = build(Case(kv_lens=(0,), spare=2, call="batch"), 0, DEVICE)
     cache = dataclasses.replace(built.cache, key=built.cache.key[:0], value=built.cache.value[:0])
