@@ -116,9 +116,10 @@ __device__ __forceinline__ uint64_t keep_policy() {
   return policy;
 }
 
+constexpr int kItemFloats = 6;  // four outputs, a maximum and a sum
+
 // What one block merges of one request: four outputs of each item, and behind them, of each item,
 // its maximum and sum. Neighbouring items are neighbours, so that a warp writes whole sectors.
-constexpr int kItemFloats = 6;
 struct Region {
   float4* outs;
   float2* sums;

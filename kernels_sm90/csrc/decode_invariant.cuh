@@ -17,12 +17,12 @@ namespace stream_attention {
 // its nodes; outputs of all blocks come first, then maxima and sums of all. As in
 // decode_exchange.cuh, a reader empties what it took.
 __host__ __device__ constexpr int64_t node_floats(int grid, int blocks_per_head, int vectors) {
-  return blocks_per_head > 1 ? int64_t{6} * grid * kMostNodes * vectors : 0;
+  return blocks_per_head > 1 ? int64_t{kItemFloats} * grid * kMostNodes * vectors : 0;
 }
 
 // By level, then block, then vector: outputs of a level, then maxima and sums.
 __host__ __device__ constexpr int64_t fold_floats(int grid, int vectors, int levels) {
-  return int64_t{6} * grid * vectors * levels;
+  return int64_t{kItemFloats} * grid * vectors * levels;
 }
 
 // Levels of the fold of a request of up to `count` tiles that lie in scratch.
@@ -94,7 +94,8 @@ class DecodeSpans : protected DecodeQuery<T, E, Shape, kWholePages> {
     if (level == 0) return Region(reinterpret_cast<float*>(memory + Shape::kFoldAt), kVectors);
     const int blocks = static_cast<int>(launch.blocks.divisor), grid = gridDim.x;
     const int64_t items = int64_t{grid} * kVectors;
-    Region region(p.scratch + node_floats(grid, blocks, kVectors) + 6 * items * (level - 1), items);
+    const int64_t below = node_floats(grid, blocks, kVectors) + kItemFloats * items * (level - 1);
+    Region region(p.scratch + below, items);
     region.outs += blockIdx.x * kVectors;
     region.sums += blockIdx.x * kVectors;
     return region;

@@ -22,8 +22,22 @@ struct Rows {
     return row / (8 / kGroup) % kGroup;
   }
 
-  static __device__ __forceinline__ uint32_t offset(int row, int piece) {
+  static __host__ __device__ constexpr uint32_t offset(int row, int piece) {
     return row * kStride + ((piece ^ change(row)) << 4);
+  }
+
+  // Whether eight neighbouring rows' equal pieces lie in different banks, and in their own rows.
+  static constexpr bool are_apart() {
+    for (int piece = 0; piece < kPiecesOfRow; ++piece) {
+      uint32_t banks = 0;
+      for (int row = 0; row < 8; ++row) {
+        const uint32_t at = offset(row, piece);
+        if (at / kStride != static_cast<uint32_t>(row)) return false;
+        banks |= 1u << at / 16 % 8;
+      }
+      if (banks != 0xff) return false;
+    }
+    return true;
   }
 
   // The address of the piece `pieces` after that at `address`, in the same row, where the two
@@ -52,6 +66,7 @@ struct DecodeShape {
   static constexpr int kChunk = kPieces <= 8 ? 32 : 16;   // tokens that a warp takes at once
   static constexpr int kTile = kChunk * kWarps;           // tokens that a block takes at once
   using Tokens = Rows<kPieces>;
+  static_assert(Tokens::are_apart());
   static constexpr int kChunkBytes = kChunk * Tokens::kStride;  // K or V of a chunk
   static constexpr int kSlotBytes = kWarps * kChunkBytes;       // K or V of a tile
   // Few rows leave room for a second block an SM: one of the next launch, which finds its range

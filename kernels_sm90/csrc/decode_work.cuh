@@ -244,12 +244,12 @@ class DecodeWork {
   }
 
   __device__ __forceinline__ uint32_t own_ids() const {
-    return ring + Shape::kIdsAt + warp * (2 * kIdsBytes);
+    return ring + Shape::kIdsAt + warp * (2 * kHalfBytes);
   }
   // No ids are left, and those that come next are the first half's.
   __device__ __forceinline__ void start_ids() {
     ids.left = 0;
-    ids.at = own_ids() + 2 * kIdsBytes;
+    ids.at = own_ids() + 2 * kHalfBytes;
   }
 
   // The place at `at`, which moves on by a tile. Every call asks for what a later one needs.
@@ -294,9 +294,11 @@ class DecodeWork {
     return __all_sync(0xffffffffu, inside);
   }
 
+  // A warp's ids lie in two halves, which take turns: an id of each lane.
+  static constexpr int kTilesOfIds = 32 / kSubs, kHalfBytes = 32 * 4;
+
   // Where page ids of a warp's chunks in the tiles from `first_tile` on lie, a lane's each; null:
   // there is none.
-  static constexpr int kTilesOfIds = 32 / kSubs, kIdsBytes = 32 * 4;
   __device__ __forceinline__ const int32_t* ids_from(int request, int first_tile,
                                                      int kv_len) const {
     const int token = (first_tile + lane / kSubs) * Shape::kTile + own_tokens + lane % kSubs * 16;
@@ -319,12 +321,12 @@ class DecodeWork {
     if (ids.left == 0) {
       // The half that was used last, and how much of it: of few tiles the copies that were made
       // since may still be waited for, those with the ids among them.
-      const uint32_t last = ids.at - 4, half = last & ~(kIdsBytes - 1);
+      const uint32_t last = ids.at - 4, half = last & ~(kHalfBytes - 1);
       if ((last - half) / (4 * kSubs) < kAhead) {
         wait_copies<1>();
         __syncwarp();
       }
-      ids.at = half ^ kIdsBytes;
+      ids.at = half ^ kHalfBytes;
       ids.left = min(at.in_request, kTilesOfIds);
       const bool same = at.in_request > kTilesOfIds, another = at.in_block > at.in_request;
       copy_ids(ids_from(at.request + (same ? 0 : 1),
