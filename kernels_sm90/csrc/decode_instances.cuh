@@ -18,8 +18,7 @@ template <class T, class E, class OfShape, bool kWholePages>
 struct Instance {
   using Shape = OfShape;
   static constexpr int kElementBytes = sizeof(E);
-  static constexpr auto kKernel =
-      decode_kernel<T, E, Shape::D, Shape::N, kWholePages, Shape::kInvariant>;
+  static constexpr auto kKernel = decode_kernel<T, E, Shape, kWholePages>;
 };
 
 int rows_of(const StreamAttentionDecodeParams& p) { return p.qo_len * p.group; }
@@ -33,26 +32,34 @@ int with_pages(const StreamAttentionDecodeParams& p, Use&& use) {
              : use(Instance<T, E, Shape, false>{});
 }
 
+// Whether more than eight rows are multiplied by warpgroups.
+template <class E, int kHeadDim, bool kInvariant>
+constexpr bool kIsWide = kHeadDim == 128 && sizeof(E) > 1 && !kInvariant;
+
 // The rows of a problem's instance. More than an instance takes are served by neighbouring blocks,
-// which share L2. Batch-invariant instances, which are fewer, take 17 to 24 rows as 32.
+// which share L2. Batch-invariant and wide instances take 17 to 24 rows as 32.
 template <class E, int kHeadDim, bool kInvariant>
 int rows_together(int rows) {
   if (rows <= 8 || kHeadDim > 192) return 8;  // registers for sixteen rows of 256 are too few
   if (rows <= 16 || kHeadDim > 128 || sizeof(E) == 1) return 16;
-  return rows <= 24 && !kInvariant ? 24 : 32;
+  return rows <= 24 && !kInvariant && !kIsWide<E, kHeadDim, kInvariant> ? 24 : 32;
 }
 
 template <class T, class E, int kHeadDim, bool kInvariant, class Use>
 int with_rows(const StreamAttentionDecodeParams& p, Use&& use) {
   const int rows = rows_together<E, kHeadDim, kInvariant>(rows_of(p));
   const auto with = [&](auto number) {
-    return with_pages<T, E, DecodeShape<kHeadDim, number, sizeof(E), kInvariant>>(p, use);
+    constexpr bool kWide = kIsWide<E, kHeadDim, kInvariant> && number > 8;
+    return with_pages<T, E,
+                      std::conditional_t<kWide, WideShape<kHeadDim, number>,
+                                         DecodeShape<kHeadDim, number, sizeof(E), kInvariant>>>(
+        p, use);
   };
   if constexpr (kHeadDim <= 192) {
     if (rows == 16) return with(std::integral_constant<int, 16>{});
   }
   if constexpr (kHeadDim <= 128 && sizeof(E) > 1) {
-    if constexpr (!kInvariant) {
+    if constexpr (!kInvariant && !kIsWide<E, kHeadDim, kInvariant>) {
       if (rows == 24) return with(std::integral_constant<int, 24>{});
     }
     if (rows == 32) return with(std::integral_constant<int, 32>{});

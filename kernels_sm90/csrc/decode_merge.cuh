@@ -2,22 +2,14 @@
 #ifndef STREAM_ATTENTION_DECODE_MERGE_CUH_
 #define STREAM_ATTENTION_DECODE_MERGE_CUH_
 
-#include <type_traits>
-
-#include "decode_invariant.cuh"
-#include "decode_query.cuh"
+#include "decode_begin.cuh"
 
 namespace stream_attention {
 
-// What a block does between products, by whether requests are batch-invariant.
 template <class T, class E, class Shape, bool kWholePages>
-using DecodeParts = std::conditional_t<Shape::kInvariant, DecodeSpans<T, E, Shape, kWholePages>,
-                                       DecodeQuery<T, E, Shape, kWholePages>>;
-
-template <class T, class E, class Shape, bool kWholePages>
-class DecodeMerge : protected DecodeParts<T, E, Shape, kWholePages> {
+class DecodeMerge : protected DecodeBegin<T, E, Shape, kWholePages> {
  protected:
-  using Parts = DecodeParts<T, E, Shape, kWholePages>;
+  using Parts = DecodeBegin<T, E, Shape, kWholePages>;
   using Parts::D, Parts::N, Parts::kVectorsPerRow, Parts::kFp8;
   using Parts::control, Parts::lane, Parts::warp;
 

@@ -172,6 +172,11 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
                : "memory");
 }
 
+// The thread arrives when all copies that it has asked for so far are made.
+__device__ __forceinline__ void arrive_when_copied(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" : : "r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void wait_for_phase(uint32_t barrier, int parity) {
   asm volatile(
       "{\n"
@@ -183,6 +188,21 @@ __device__ __forceinline__ void wait_for_phase(uint32_t barrier, int parity) {
       :
       : "r"(barrier), "r"(parity)
       : "memory");
+}
+
+// A numbered barrier of some warps, `threads` in all.
+__device__ __forceinline__ void sync_warps(int number, int threads) {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" : : "r"(number), "r"(threads) : "memory");
+}
+__device__ __forceinline__ bool any_of_warps(int number, int threads, bool said) {
+  int any;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.b32 p, %3, 0; barrier.cta.red.or.aligned.pred q, %1, %2, p;\n"
+      "selp.b32 %0, 1, 0, q; }"
+      : "=r"(any)
+      : "r"(number), "r"(threads), "r"(static_cast<int>(said))
+      : "memory");
+  return any != 0;
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {

@@ -16,7 +16,8 @@ class DecodeQuery : protected DecodeShare<T, E, Shape, kWholePages> {
 
   static constexpr bool kFp8 = sizeof(E) == 1;
   using Math = std::conditional_t<kFp8, __half, T>;
-  static constexpr int kQueryTurns = (N * D / 8 + Shape::kThreads - 1) / Shape::kThreads;
+  static constexpr int kQueryTurns =
+      (N * D / 8 + Shape::kQueryThreads - 1) / Shape::kQueryThreads;
 
   using Work::Work;
 
@@ -32,10 +33,23 @@ class DecodeQuery : protected DecodeShare<T, E, Shape, kWholePages> {
     return this->ring + Shape::kQueryAt + request % 2 * Shape::kQueryBytes;
   }
 
+  // The thread's number. Where requests go by in a loop it is read anew, lest everything made of it
+  // be kept from one request to the next.
+  static __device__ __forceinline__ int own_number() {
+    if constexpr (!Shape::kAllTogether) return threadIdx.x;
+    int number;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+    return number;
+  }
+
+  __device__ __forceinline__ bool copies_query() const {
+    return Shape::kQueryThreads == Shape::kThreads || threadIdx.x < Shape::kQueryThreads;
+  }
+
   // Where the thread's i-th piece of the packed rows of q of a request lies. Rows past the last one
   // have the first one's, and are never read.
   __device__ __forceinline__ const char* query_piece(int request, int i) const {
-    const int index = threadIdx.x + i * Shape::kThreads;
+    const int index = own_number() + i * Shape::kQueryThreads;
     const int row = index / (D / 8), piece = index % (D / 8);
     const bool live = row < control.live_rows;
     return reinterpret_cast<const char*>(
@@ -44,9 +58,9 @@ class DecodeQuery : protected DecodeShare<T, E, Shape, kWholePages> {
 
   // Copies that piece, which lies at `source`; zeros for rows past the last one.
   __device__ __forceinline__ void copy_piece(uint32_t target, int i, const char* source) const {
-    const int index = threadIdx.x + i * Shape::kThreads;
+    const int index = own_number() + i * Shape::kQueryThreads;
     const int row = index / (D / 8), piece = index % (D / 8);
-    if (N * D / 8 % Shape::kThreads != 0 && row >= N) return;
+    if (N * D / 8 % Shape::kQueryThreads != 0 && row >= N) return;
     copy_async(target + Shape::Query::offset(row, piece), source,
                row < control.live_rows ? 16 : 0, this->policy);
   }
@@ -56,16 +70,32 @@ class DecodeQuery : protected DecodeShare<T, E, Shape, kWholePages> {
   __device__ __forceinline__ void copy_query(int request) const {
     // Not in a uniform register: ptxas 13.0 then makes illegal copies (`[R1+UR0], desc[UR1]`).
     const uint32_t target = computed_once(queries(request));
+    if (!copies_query()) return;
 #pragma unroll
     for (int i = 0; i < kQueryTurns; ++i) copy_piece(target, i, query_piece(request, i));
   }
 
-  // The same of the range's first request in a block that has come early, with a thread's only
-  // piece at `source`, and the scales.
-  __device__ __forceinline__ void copy_first_query(int request, const char* source) const {
-    static_assert(kQueryTurns == 1 || !Shape::kHints);
+  // Where a thread's pieces lie, for copies that shall be made at once.
+  struct QuerySources {
+    const char* pieces[kQueryTurns];
+  };
+  __device__ __forceinline__ QuerySources query_sources(int request) const {
+    QuerySources sources;
+#pragma unroll
+    for (int i = 0; i < kQueryTurns; ++i) {
+      sources.pieces[i] = computed_once(query_piece(request, i));
+    }
+    return sources;
+  }
+
+  // The same of the range's first request in a block that has come early, and the scales.
+  __device__ __forceinline__ void copy_first_query(int request,
+                                                   const QuerySources& sources) const {
     if constexpr (kFp8) this->copy_scales();
-    copy_piece(computed_once(queries(request)), 0, source);
+    const uint32_t target = computed_once(queries(request));
+    if (!copies_query()) return;
+#pragma unroll
+    for (int i = 0; i < kQueryTurns; ++i) copy_piece(target, i, sources.pieces[i]);
   }
 
   // Reads the rows of q that all threads have copied, unless they stay where they are, into

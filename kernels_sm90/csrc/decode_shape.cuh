@@ -57,11 +57,13 @@ struct Rows {
 template <int kHeadDim, int kRows, int kElementBytes, bool kBatchInvariant>
 struct DecodeShape {
   static constexpr bool kInvariant = kBatchInvariant;
+  static constexpr bool kAllTogether = false;  // warps' products are of their own tokens
   static constexpr int D = kHeadDim;
   static constexpr int N = kRows;
   static constexpr int kRowBlocks = N / 8;
   static constexpr int kWarps = D <= 128 ? 8 : 4;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kCopyWarps = kWarps, kQueryThreads = kThreads;  // that copy tokens, and q
   static constexpr int kPieces = D * kElementBytes / 16;  // of a token
   static constexpr int kChunk = kPieces <= 8 ? 32 : 16;   // tokens that a warp takes at once
   static constexpr int kTile = kChunk * kWarps;           // tokens that a block takes at once

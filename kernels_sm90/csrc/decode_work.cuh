@@ -20,7 +20,7 @@ template <int kSubs>
 struct Place {
   int page[kSubs];
   int slot[kSubs];
-  int live;  // tokens of the chunk that the request has; none: nothing to copy
+  int live;  // tokens of the chunk that the request has, or kNoTile: nothing to copy
 };
 
 enum Tokens { kKey, kValue };
@@ -74,6 +74,9 @@ class DecodeWork {
   static constexpr int kVectorsPerRow = D / 4;
   static constexpr int kAhead = Shape::kAhead;
   using ChunkPlace = Place<kSubs>;
+  // No more than what `live` can be where there is something to copy. Products of all warps' tokens
+  // read every chunk of a tile: of one without tokens zeros.
+  static constexpr int kNoTile = Shape::kAllTogether ? -Shape::kTile : 0;
   using Sharing = std::conditional_t<Shape::kInvariant, SharedNodes, Shared>;
   using Control = stream_attention::Control<Sharing>;
 
@@ -95,16 +98,22 @@ class DecodeWork {
       control.live_rows = min(N, launch.rows_total - row_start);
       control.block = blockIdx.x / launch.heads;
       control.owed.parts = 1;
-      init_barrier(merged(), Shape::kThreads);
+      if constexpr (Shape::kAllTogether) {
+        Shape::init_barriers(ring);
+      } else {
+        init_barrier(merged(), Shape::kThreads);
+      }
     }
     __syncthreads();
-    const uint32_t own_ring = ring + warp * Shape::kChunkBytes;
-    own_tokens = warp * Shape::kChunk;
+    const uint32_t own_ring = ring + chunk() * Shape::kChunkBytes;
+    own_tokens = chunk() * Shape::kChunk;
     write_at = own_ring + Shape::Tokens::offset(row_of(0), piece_of(0));
     write_at = computed_once(write_at);
-    read_key_at = own_ring + Shape::Tokens::offset(lane % 16, lane / 16);
-    read_value_at = own_ring + Shape::Tokens::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    if constexpr (sizeof(E) > 1) {
+    if constexpr (!Shape::kAllTogether) {
+      read_key_at = own_ring + Shape::Tokens::offset(lane % 16, lane / 16);
+      read_value_at = own_ring + Shape::Tokens::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    }
+    if constexpr (sizeof(E) > 1 && !Shape::kAllTogether) {
       read_key_at = computed_once(read_key_at);
       read_value_at = computed_once(read_value_at);
     }
@@ -117,6 +126,12 @@ class DecodeWork {
     key = computed_once(key);
     value = computed_once(value);
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  }
+
+  // Which of a tile's chunks is the warp's, and whether the warp copies it.
+  __device__ __forceinline__ int chunk() const { return warp % Shape::kCopyWarps; }
+  __device__ __forceinline__ bool copies() const {
+    return Shape::kCopyWarps == Shape::kWarps || warp >= Shape::kWarps - Shape::kCopyWarps;
   }
 
   __device__ __forceinline__ uint32_t merged() const {
@@ -179,7 +194,7 @@ class DecodeWork {
   __device__ __forceinline__ ChunkPlace place_by(const Cursor& at, Read&& read) const {
     const int begin = chunk_begin(at);
     ChunkPlace place;
-    place.live = at.in_block > 0 ? at.kv_len - begin : 0;
+    place.live = at.in_block > 0 ? at.kv_len - begin : kNoTile;
 #pragma unroll
     for (int sub = 0; sub < kSubs; ++sub) {
       const int offset = offset_of(sub);
@@ -217,7 +232,7 @@ class DecodeWork {
       return live ? read_hint(from) : 0;
     });
     hint.exists = exists(hint.place);
-    if (!hint.exists) hint.place.live = 0;
+    if (!hint.exists) hint.place.live = kNoTile;
     return hint;
   }
 
@@ -244,7 +259,7 @@ class DecodeWork {
   }
 
   __device__ __forceinline__ uint32_t own_ids() const {
-    return ring + Shape::kIdsAt + warp * (2 * kHalfBytes);
+    return ring + Shape::kIdsAt + chunk() * (2 * kHalfBytes);
   }
   // No ids are left, and those that come next are the first half's.
   __device__ __forceinline__ void start_ids() {
@@ -308,7 +323,7 @@ class DecodeWork {
 
   // Copies a lane's id to its place behind `target`, as part of the next group of copies.
   __device__ __forceinline__ void copy_ids(const int32_t* from, uint32_t target) const {
-    if (from != nullptr) copy_word_async(target + lane * 4, from);
+    if (from != nullptr && copies()) copy_word_async(target + lane * 4, from);
   }
 
   // Ids are asked for many tiles at once and long before they are used, for they queue behind the
@@ -316,7 +331,7 @@ class DecodeWork {
   // same scoreboard would be a wait for it.
   __device__ __forceinline__ ChunkPlace known_place(const Cursor& at) {
     ChunkPlace place;
-    place.live = 0;
+    place.live = kNoTile;
     if (at.in_block <= 0) return place;
     if (ids.left == 0) {
       // The half that was used last, and how much of it: of few tiles the copies that were made
@@ -351,16 +366,22 @@ class DecodeWork {
     return place;
   }
 
-  // Copies K or V of the chunk at `place` to ring slot `slot`. Always one group of copies.
+  // Copies K or V of the chunk at `place` to ring slot `slot` if the warp copies tokens; always one
+  // group of copies. Where other warps wait for it, the slot's barrier is told, unless it has been.
   template <Tokens kOf>
-  __device__ __forceinline__ void copy(int slot, const ChunkPlace& place) const {
+  __device__ __forceinline__ void copy(int slot, const ChunkPlace& place, bool tells = true) const {
     constexpr bool kIsKey = kOf == kKey;
-    if (place.live > 0) {
+    if (!copies()) return;
+    if (place.live > kNoTile) {
       copy_tokens(slot * Shape::kSlotBytes, kIsKey ? key : value,
                   kIsKey ? launch.k_page_pieces : launch.v_page_pieces,
                   kIsKey ? launch.k_token_pieces : launch.v_token_pieces, place);
     }
     commit_copies();
+    if (Shape::kAllTogether && tells) tell_copied(slot);
+  }
+  __device__ __forceinline__ void tell_copied(int slot) const {
+    if constexpr (Shape::kAllTogether) arrive_when_copied(Shape::filled(ring, slot));
   }
 
   // Where K of the range's first chunk lies, for copies that shall be made at once: made before the
@@ -386,28 +407,30 @@ class DecodeWork {
   __device__ __forceinline__ void copy_first_keys(const ChunkPlace& place,
                                                   const FirstKeys& first) const {
     if constexpr (kWholePages) {
-      if (place.live > 0) {
+      if (!copies()) return;
+      if (place.live > kNoTile) {
 #pragma unroll
         for (int sub = 0; sub < kSubs; ++sub) {
           copy_sixteen(0, sub, first.tokens[sub], launch.k_token_pieces, place.live - sub * 16);
         }
       }
       commit_copies();
+      tell_copied(0);
     } else {
       copy<kKey>(0, place);
     }
   }
 
   // Fills the ring from slot `first` on.
-  __device__ __forceinline__ void copy_first(const ChunkPlace (&places)[kAhead + 1],
-                                             int first) const {
+  __device__ __forceinline__ void copy_first(const ChunkPlace (&places)[kAhead + 1], int first,
+                                             bool tells = true) const {
 #pragma unroll
     for (int slot = 0; slot < Shape::kSlots; ++slot) {
       if (slot < first) continue;
       if (slot % 2 == 0) {
-        copy<kKey>(slot, places[slot / 2]);
+        copy<kKey>(slot, places[slot / 2], tells);
       } else {
-        copy<kValue>(slot, places[slot / 2]);
+        copy<kValue>(slot, places[slot / 2], tells);
       }
     }
   }
@@ -430,7 +453,7 @@ class DecodeWork {
   // Of the lane's i-th copy of sixteen tokens, in ring slot 0.
   __device__ __forceinline__ uint32_t ring_place(int sub, int i) const {
     if constexpr (kRegular) return Shape::Tokens::below(write_at, sub * 16 + i * kRowsEach);
-    return ring + warp * Shape::kChunkBytes +
+    return ring + chunk() * Shape::kChunkBytes +
            Shape::Tokens::offset(sub * 16 + row_of(i), piece_of(i));
   }
 

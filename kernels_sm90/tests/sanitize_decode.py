@@ -90,13 +90,14 @@ def cases() -> list[Case]:
                 found.append(
                     make_case(f"{stem} split", queries, group, (3001,), num_kv_heads=1, **fields)
                 )
-            lens = (5, 0, 16, 33) * 36
-            found.append(make_case(f"{stem} unsplit", 1, 4, lens, num_kv_heads=1, **fields))
-            for batch in (3, 40):  # fewer tiles than blocks, searched by warps and by blocks
-                lens = (16, 0, 3, 33) * 10
-                found.append(
-                    make_case(f"{stem} idle", 1, 4, lens[:batch], num_kv_heads=1, **fields)
-                )
+            for group in (4, 12) if dim == 128 else (4,):  # in 128 also what warpgroups multiply
+                lens = (5, 0, 16, 33) * 36
+                found.append(make_case(f"{stem} unsplit", 1, group, lens, num_kv_heads=1, **fields))
+                for batch in (3, 40):  # fewer tiles than blocks, searched by warps and by blocks
+                    lens = (16, 0, 3, 33) * 10
+                    found.append(
+                        make_case(f"{stem} idle", 1, group, lens[:batch], num_kv_heads=1, **fields)
+                    )
             for heads, lens in ((1, (9000, 17, 0, 3001)), (40, (4500, 0, 1500, 700))):
                 found.append(
                     make_case(f"{stem} invariant", 1, 4, lens, num_kv_heads=heads, **fields)

@@ -39,10 +39,15 @@ def library():
         pytest.skip("no CUDA device")
 
 
-def served(case: Case, head_dim: int = 64) -> Case:
-    """The case in a dtype, a head_dim and with equal numbers of queries, as the route takes it."""
+def served(case: Case, head_dim: int = 64, group: int | None = None) -> Case:
+    """The case in a dtype, a head_dim and with equal numbers of queries, as the route takes it.
+
+    `group`: query heads of a KV head; `None`: as the case has.
+    """
     dtype = "bfloat16" if case.dtype == "float32" else case.dtype
     changes = {"head_dim_qk": head_dim, "head_dim_vo": None}
+    if group is not None:
+        changes["num_qo_heads"] = group * case.num_kv_heads
     if case.kv_dtype == FP8 and not serves(RECORD, H200, kv_dtype=FP8):
         changes |= {"kv_dtype": None, "kv_scales": None}
     if case.call == "ragged" and case.qo_lens:
@@ -66,13 +71,17 @@ def invariant(built):
 
 
 ROUTES = pytest.mark.parametrize("route", [RECORD, invariant], ids=["plain", "invariant"])
+# Every head_dim, and in 128 the rows that warpgroups multiply.
+FORMS = pytest.mark.parametrize(
+    ("head_dim", "group"), [*((dim, None) for dim in decode.HEAD_DIMS), (128, 12), (128, 32)]
+)
 
 
-@pytest.mark.parametrize("head_dim", decode.HEAD_DIMS)
+@FORMS
 @ROUTES
 @pytest.mark.parametrize("case", HOSTILE, ids=lambda case: case.name)
-def test_hostile_list(case, route, head_dim):
-    case = served(case, head_dim)
+def test_hostile_list(case, route, head_dim, group):
+    case = served(case, head_dim, group)
     if not is_served(case):
         pytest.skip("refused by a rule; the portable route has it")
     check_route(route, case, DEVICE)
@@ -126,19 +135,20 @@ def test_random_cases(group):
             check_route(rng.choice((RECORD, RECORD, invariant)), case, DEVICE, seed=index)
 
 
-@pytest.mark.parametrize("head_dim", decode.HEAD_DIMS)
+@FORMS
 @ROUTES
 @pytest.mark.parametrize("batch", [1, 3, 32, 33, 60, 127])
-def test_requests_of_fewer_tiles_than_blocks(batch, route, head_dim):
+def test_requests_of_fewer_tiles_than_blocks(batch, route, head_dim, group):
     """One KV head has 128 blocks: most find no tile, and must touch nothing."""
     lens = tuple((16, 0, 1, 13)[i % 4] for i in range(batch))
     case = Case(qo_lens=(1,) * batch, kv_lens=lens, num_qo_heads=4, num_kv_heads=1, call="batch")
-    check_route(route, served(case, head_dim), DEVICE)
+    check_route(route, served(case, head_dim, group), DEVICE)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5, 16])
 @pytest.mark.parametrize(
-    ("head_dim", "group", "tile"), [(64, 32, 256), (80, 32, 128), (128, 32, 128), (192, 16, 64)]
+    ("head_dim", "group", "tile"),
+    [(64, 32, 256), (80, 32, 128), (96, 24, 128), (128, 12, 64), (128, 32, 64), (192, 16, 64)],
 )
 @ROUTES
 def test_many_rows_of_few_parts(route, head_dim, group, tile, parts):
@@ -151,16 +161,50 @@ def test_many_rows_of_few_parts(route, head_dim, group, tile, parts):
     check_route(route, case, DEVICE)
 
 
-@pytest.mark.parametrize("head_dim", decode.HEAD_DIMS)
+@FORMS
 @ROUTES
-def test_requests_of_a_tile_or_two_beside_long_ones(route, head_dim):
+def test_requests_of_a_tile_or_two_beside_long_ones(route, head_dim, group):
     """Ids of the tiles that follow are asked for while others of as few tiles are read."""
     lens = tuple((5, 70, 900, 1, 300, 0, 20, 1500)[i % 8] for i in range(150))
     case = Case(
-        qo_lens=(1,) * 150, kv_lens=lens, call="batch", head_dim_qk=head_dim, num_qo_heads=4,
-        num_kv_heads=2, dtype="bfloat16", page_size=16,
+        qo_lens=(1,) * 150, kv_lens=lens, call="batch", num_qo_heads=4, num_kv_heads=2,
+        dtype="bfloat16", page_size=16,
     )  # fmt: skip
-    check_route(route, case, DEVICE)
+    check_route(route, served(case, head_dim, group), DEVICE)
+
+
+# Scores of the tokens of one request, for a query of one. In 64 tokens they rise by 12.8 or by 5.1
+# (less than the 5.5 by which weights may exceed what they are relative to), or fall.
+SCORES = {
+    "rises": lambda t: 0.2 * t,
+    "creeps": lambda t: 0.08 * t,
+    "falls": lambda t: -0.2 * t,
+    "leaps": lambda t: torch.where(t < 1000, 0.0, torch.where(t < 1500, 300.0, -300.0)),
+    "begins_far_below": lambda t: torch.where(t < 200, -6e4, 0.05 * t),
+    "once": lambda t: torch.where(t == 777, 40.0, 0.0),
+}
+
+
+@FORMS
+@ROUTES
+@pytest.mark.parametrize("dtype", decode.DTYPES)
+@pytest.mark.parametrize("name", sorted(SCORES))
+def test_scores_that_grow_or_fall_from_tile_to_tile(name, dtype, route, head_dim, group):
+    """Of rows that differ: scores are multiples from -1 to 1 of what the name says.
+
+    12 KV heads leave a block so many tiles of a request that scores grow inside it.
+    """
+    case = Case(
+        qo_lens=(2, 2), kv_lens=(2000, 1111), cache_kind="contiguous", call="block", dtype=dtype,
+        num_qo_heads=48, num_kv_heads=12, sm_scale=1.0,
+    )  # fmt: skip
+    built = build(served(case, head_dim, group), 0, DEVICE)
+    built.q.mul_(0.05)
+    heads = built.q.shape[-2]
+    built.q[..., 0] = torch.linspace(1, -1, heads, device=DEVICE)
+    scores = SCORES[name](torch.arange(built.cache.key.shape[1], device=DEVICE))
+    built.cache.key[..., 0] = scores[None, :, None]
+    check_built(route, built)
 
 
 def test_a_pool_without_pages_is_refused():

@@ -1,4 +1,4 @@
-"""sm90_decode in CUDA graphs: 14,400 replays over changing lengths, tables and queries.
+"""sm90_decode in CUDA graphs: 18,000 replays over changing lengths, tables and queries.
 
 A replay must give the bits of an eager run over the same memory, and the oracle's answer, whatever
 the launch before it left behind; over plans made at a capacity far above the lengths too.
@@ -34,6 +34,8 @@ def case(batch, most, queries=1, **changes):
 CASES = {
     "one_request": case(1, 8192),
     "decode": case(7, 4096, head_dim_qk=decode.HEAD_DIMS[-1], **GROUP_16),
+    "many_rows": case(9, 2048, head_dim_qk=128, **GROUP_16),
+    "verify_of_many_rows": case(3, 3000, queries=5, head_dim_qk=128, num_qo_heads=12, page_size=1),
     "verify": case(4, 2049, queries=5, num_qo_heads=8, page_size=3),
     "many": case(300, 304),
     "contiguous": case(3, 3000, cache_kind="contiguous", sink="random"),

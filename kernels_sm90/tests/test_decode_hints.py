@@ -24,6 +24,7 @@ LEAST = 128  # the least int32 above 0 whose lower half is a normal bf16
 HUGE = 1 << 30
 
 WITH_FP8 = {"kv_dtype": FP8, "kv_scales": "head"}
+MANY_ROWS = {"num_qo_heads": 32, "num_kv_heads": 1, "head_dim_qk": 128}
 
 # By what is written: the consumer. `many` has more requests than a warp has lanes.
 LENGTHS = {
@@ -36,6 +37,10 @@ LENGTHS = {
         qo_lens=(1,) * 5, kv_lens=(2000,) * 5, num_qo_heads=16, head_dim_qk=128, **WITH_FP8
     ),
     "too_many": Case(qo_lens=(1,) * 300, kv_lens=(200,) * 300, num_qo_heads=8),
+    "many_rows_of_one": Case(qo_lens=(1,), kv_lens=(6000,), **MANY_ROWS),
+    "many_rows_of_some": Case(qo_lens=(1,) * 9, kv_lens=(900,) * 9, **MANY_ROWS),
+    "many_rows": Case(qo_lens=(1,) * 50, kv_lens=(500,) * 50, **MANY_ROWS),
+    "many_rows_of_too_many": Case(qo_lens=(1,) * 300, kv_lens=(200,) * 300, **MANY_ROWS),
     "contiguous": Case(
         qo_lens=(1,) * 40, kv_lens=(600,) * 40, cache_kind="contiguous", num_kv_heads=1
     ),
@@ -46,6 +51,10 @@ TABLES = {
     "many": Case(qo_lens=(1,) * 50, kv_lens=(160,) * 50, num_qo_heads=8),
     "fp8": Case(
         qo_lens=(1,) * 3, kv_lens=(1600,) * 3, num_qo_heads=16, head_dim_qk=128, **WITH_FP8
+    ),
+    "many_rows": Case(qo_lens=(1,) * 20, kv_lens=(400,) * 20, **MANY_ROWS),
+    "many_rows_of_small_pages": Case(
+        qo_lens=(1,) * 3, kv_lens=(300,) * 3, page_size=3, **MANY_ROWS
     ),
     "small_pages": Case(qo_lens=(4,) * 3, kv_lens=(300,) * 3, page_size=3, call="block"),
 }

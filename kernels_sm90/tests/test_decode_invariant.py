@@ -311,6 +311,9 @@ def test_every_problem_has_an_instance_of_its_rows_and_17_to_24_rows_take_32(lib
         plain = decode.geometry(dataclasses.replace(asked, batch_invariant=False), 132)
         assert form.rows == (32 if plain.rows == 24 else plain.rows)
         assert form.row_groups == -(-rows // form.rows)
+        if dim == 128 and kv == "bfloat16" and rows > 8:  # multiplied by warpgroups
+            assert (plain.rows, plain.tile_tokens, form.tile_tokens) == (form.rows, 64, 128)
+            continue
         same = ("tile_tokens", "threads", "slots")
         assert all(getattr(form, name) == getattr(plain, name) for name in same)
 

@@ -22,6 +22,7 @@ RECORD = decode.RECORD
 NUM_STATES = 6
 INVARIANT = pytest.mark.parametrize("invariant", [False, True])
 WIDE = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim_qk": decode.HEAD_DIMS[-1]}
+MANY_ROWS = {"num_qo_heads": 24, "num_kv_heads": 2, "head_dim_qk": 128}
 
 # Pairs that run at the same time. Grids that fill the device each compete for its SMs.
 PAIRS = {
@@ -36,6 +37,10 @@ PAIRS = {
     "large_and_small": (
         Case(qo_lens=(1,) * 40, kv_lens=(1024,) * 40, spare=0, call="batch", **WIDE),
         Case(qo_lens=(4,) * 3, kv_lens=(512,) * 3, spare=0, call="block", num_qo_heads=32),
+    ),
+    "many_rows": (
+        Case(qo_lens=(1,) * 9, kv_lens=(4096,) * 9, spare=0, call="batch", **MANY_ROWS),
+        Case(qo_lens=(5,) * 3, kv_lens=(3000,) * 3, spare=0, call="block", **MANY_ROWS),
     ),
     "two_small": (
         Case(qo_lens=(1,) * 8, kv_lens=(800,) * 8, spare=0, call="batch", **WIDE),
