@@ -22,6 +22,7 @@ import time
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -77,15 +78,15 @@ def cases() -> list[Case]:
     blocks without tiles. `invariant`: with `batch_invariant`, spans over many blocks and over few.
     """
     found = []
+    options = itertools.cycle(OPTIONS)
     for each in dtypes():
         for dim in decode.HEAD_DIMS:
             stem = f"{each['dtype']}{'_fp8' if 'kv_dtype' in each else ''} dim{dim}"
             fields = {**each, "head_dim_qk": dim}
             for queries, group in ROWS:
-                options = OPTIONS[len(found) % len(OPTIONS)]
                 name = f"{stem} ragged"
                 lens = (17, 0, 700, 1, 128)
-                found.append(make_case(name, queries, group, lens, **fields, **options))
+                found.append(make_case(name, queries, group, lens, **fields, **next(options)))
             for queries, group in ((1, 8), (5, 4)):
                 found.append(
                     make_case(f"{stem} split", queries, group, (3001,), num_kv_heads=1, **fields)

@@ -190,7 +190,7 @@ SCORES = {
 @pytest.mark.parametrize("dtype", decode.DTYPES)
 @pytest.mark.parametrize("name", sorted(SCORES))
 def test_scores_that_grow_or_fall_from_tile_to_tile(name, dtype, route, head_dim, group):
-    """Of rows that differ: scores are multiples from -1 to 1 of what the name says.
+    """Of rows that differ: scores are multiples, from 1 to -1, of what the name says.
 
     12 KV heads leave a block so many tiles of a request that scores grow inside it.
     """
@@ -200,8 +200,9 @@ def test_scores_that_grow_or_fall_from_tile_to_tile(name, dtype, route, head_dim
     )  # fmt: skip
     built = build(served(case, head_dim, group), 0, DEVICE)
     built.q.mul_(0.05)
-    heads = built.q.shape[-2]
-    built.q[..., 0] = torch.linspace(1, -1, heads, device=DEVICE)
+    heads = built.q.shape[-2] // case.num_kv_heads  # of a block
+    factors = torch.linspace(1, -1, heads, device=DEVICE)
+    built.q[..., 0] = factors.repeat(case.num_kv_heads)
     scores = SCORES[name](torch.arange(built.cache.key.shape[1], device=DEVICE))
     built.cache.key[..., 0] = scores[None, :, None]
     check_built(route, built)

@@ -25,6 +25,10 @@ HUGE = 1 << 30
 
 WITH_FP8 = {"kv_dtype": FP8, "kv_scales": "head"}
 MANY_ROWS = {"num_qo_heads": 32, "num_kv_heads": 1, "head_dim_qk": 128}
+# More requests than a head has blocks, so that a block has several; few enough for warps to search.
+IN_SHARED_BLOCKS = Case(
+    qo_lens=(1,) * 30, kv_lens=(500,) * 30, num_qo_heads=128, num_kv_heads=8, head_dim_qk=128
+)
 
 # By what is written: the consumer. `many` has more requests than a warp has lanes.
 LENGTHS = {
@@ -40,6 +44,10 @@ LENGTHS = {
     "many_rows_of_one": Case(qo_lens=(1,), kv_lens=(6000,), **MANY_ROWS),
     "many_rows_of_some": Case(qo_lens=(1,) * 9, kv_lens=(900,) * 9, **MANY_ROWS),
     "many_rows": Case(qo_lens=(1,) * 50, kv_lens=(500,) * 50, **MANY_ROWS),
+    "many_rows_in_shared_blocks": IN_SHARED_BLOCKS,
+    "many_rows_contiguous": Case(
+        qo_lens=(1,) * 9, kv_lens=(700,) * 9, cache_kind="contiguous", **MANY_ROWS
+    ),
     "many_rows_of_too_many": Case(qo_lens=(1,) * 300, kv_lens=(200,) * 300, **MANY_ROWS),
     "contiguous": Case(
         qo_lens=(1,) * 40, kv_lens=(600,) * 40, cache_kind="contiguous", num_kv_heads=1
@@ -53,6 +61,7 @@ TABLES = {
         qo_lens=(1,) * 3, kv_lens=(1600,) * 3, num_qo_heads=16, head_dim_qk=128, **WITH_FP8
     ),
     "many_rows": Case(qo_lens=(1,) * 20, kv_lens=(400,) * 20, **MANY_ROWS),
+    "many_rows_in_shared_blocks": IN_SHARED_BLOCKS,
     "many_rows_of_small_pages": Case(
         qo_lens=(1,) * 3, kv_lens=(300,) * 3, page_size=3, **MANY_ROWS
     ),

@@ -21,21 +21,21 @@ DEVICE = "cuda"
 RECORD = decode.RECORD
 NUM_STATES = 6
 INVARIANT = pytest.mark.parametrize("invariant", [False, True])
-WIDE = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim_qk": decode.HEAD_DIMS[-1]}
+LARGE_DIM = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim_qk": decode.HEAD_DIMS[-1]}
 MANY_ROWS = {"num_qo_heads": 24, "num_kv_heads": 2, "head_dim_qk": 128}
 
 # Pairs that run at the same time. Grids that fill the device each compete for its SMs.
 PAIRS = {
     "two_large": (
-        Case(qo_lens=(1,) * 16, kv_lens=(2048,) * 16, spare=0, call="batch", **WIDE),
-        Case(qo_lens=(2,) * 8, kv_lens=(4000,) * 8, spare=0, call="block", **WIDE),
+        Case(qo_lens=(1,) * 16, kv_lens=(2048,) * 16, spare=0, call="batch", **LARGE_DIM),
+        Case(qo_lens=(2,) * 8, kv_lens=(4000,) * 8, spare=0, call="block", **LARGE_DIM),
     ),
     "two_long": (
-        Case(qo_lens=(1,), kv_lens=(24_000,), spare=0, call="batch", **WIDE),
+        Case(qo_lens=(1,), kv_lens=(24_000,), spare=0, call="batch", **LARGE_DIM),
         Case(qo_lens=(1,), kv_lens=(32_768,), spare=0, call="batch", num_qo_heads=16),
     ),
     "large_and_small": (
-        Case(qo_lens=(1,) * 40, kv_lens=(1024,) * 40, spare=0, call="batch", **WIDE),
+        Case(qo_lens=(1,) * 40, kv_lens=(1024,) * 40, spare=0, call="batch", **LARGE_DIM),
         Case(qo_lens=(4,) * 3, kv_lens=(512,) * 3, spare=0, call="block", num_qo_heads=32),
     ),
     "many_rows": (
@@ -43,7 +43,7 @@ PAIRS = {
         Case(qo_lens=(5,) * 3, kv_lens=(3000,) * 3, spare=0, call="block", **MANY_ROWS),
     ),
     "two_small": (
-        Case(qo_lens=(1,) * 8, kv_lens=(800,) * 8, spare=0, call="batch", **WIDE),
+        Case(qo_lens=(1,) * 8, kv_lens=(800,) * 8, spare=0, call="batch", **LARGE_DIM),
         Case(qo_lens=(5,) * 2, kv_lens=(4000,) * 2, spare=0, call="block"),
     ),
 }
@@ -219,7 +219,7 @@ def corrupt(step, described, pattern):
 
 @INVARIANT
 @pytest.mark.parametrize("pattern", [1, 0x7F, 0x80, 0xFF, "noise"])
-@pytest.mark.parametrize("name", ["two_large", "two_long", "two_small"])
+@pytest.mark.parametrize("name", ["two_large", "two_long", "two_small", "many_rows"])
 def test_reset_after_an_aborted_launch(name, pattern, invariant):
     """Whatever is left in the workspace: after `reset()` eager runs and old graphs are right."""
     plan = Plan(PAIRS[name][1], 0, batch_invariant=invariant)
@@ -237,10 +237,11 @@ def test_reset_after_an_aborted_launch(name, pattern, invariant):
 
 @pytest.mark.parametrize("bits", [-1, 0x7FFF, 0x7F80])  # NaN, all of them set; NaN; bf16's Inf
 @pytest.mark.parametrize("where", ["q", "key", "value"])
+@pytest.mark.parametrize("shape", [LARGE_DIM, MANY_ROWS], ids=["large_dim", "many_rows"])
 @INVARIANT
-def test_nan_of_one_request_neither_spreads_nor_stays(invariant, where, bits):
+def test_nan_of_one_request_neither_spreads_nor_stays(invariant, shape, where, bits):
     """Whatever partial states of NaN look like, no block waits for ever, the next run is right."""
-    case = Case(qo_lens=(1,) * 6, kv_lens=(3000,) * 6, spare=0, call="batch", **WIDE)
+    case = Case(qo_lens=(1,) * 6, kv_lens=(3000,) * 6, spare=0, call="batch", **shape)
     built = build(case, 0, DEVICE)
     step, described = launch(RECORD, built, batch_invariant=invariant)
     step.run()
@@ -309,7 +310,8 @@ class Produced:
 
 PRODUCED = {
     "small": Case(qo_lens=(1,) * 2, kv_lens=(2048,) * 2, spare=0, call="batch", num_qo_heads=16),
-    "large": Case(qo_lens=(1,) * 4, kv_lens=(8192,) * 4, spare=0, call="batch", **WIDE),
+    "large": Case(qo_lens=(1,) * 4, kv_lens=(8192,) * 4, spare=0, call="batch", **LARGE_DIM),
+    "many_rows": Case(qo_lens=(1,) * 5, kv_lens=(3000,) * 5, spare=0, call="batch", **MANY_ROWS),
     "verify": Case(qo_lens=(5,) * 3, kv_lens=(1024,) * 3, spare=0, call="block"),
 }
 ORDERS = list(itertools.permutations(range(3)))

@@ -1,8 +1,9 @@
 """The route `sm90_decode`: exact decode and verify by `csrc/decode.cu`, one launch a call.
 
 No plan step: every block cuts the work from the lengths itself, so one captured graph serves every
-length mix up to the capacity. `csrc/decode_kernel.cuh` has the algorithm. With `batch_invariant`
-sums are made in the order of a tree that each request has for itself (`csrc/decode_invariant.cuh`).
+length mix up to the capacity. `csrc/decode_block.cuh` has the algorithm, `csrc/decode_wide.cuh`
+that of many rows. With `batch_invariant` sums are made in the order of a tree that each request has
+for itself (`csrc/decode_invariant.cuh`).
 """
 
 from __future__ import annotations
