@@ -17,6 +17,7 @@ PACKAGES = [
     "tools/ci",
     "tools/cuda",
     "tools/docs",
+    "tools/gpu_host",
     "tools/lint",
     "tools/lint/graph",
     "tools/python",
