@@ -69,6 +69,18 @@ RULES = [
     ),
     (
         AttentionBackendPlan,
+        {**PLAN, "estimate_us": 3.0, "estimated_by": "evidence"},
+        {**PLAN, "estimated_by": "evidence"},
+        "estimated_by='evidence': must be a string, '' where there is no estimate",
+    ),
+    (
+        AttentionBackendPlan,
+        {**PLAN, "evidence": ("1f2e",)},
+        {**PLAN, "evidence": "1f2e"},
+        "evidence='1f2e': must be a tuple of row ids",
+    ),
+    (
+        AttentionBackendPlan,
         {**PLAN, "splits": 1},
         {**PLAN, "splits": 0},
         "splits=0: must be an int >= 1",
@@ -134,6 +146,8 @@ def test_a_full_plan_evaluates_back():
         splits=4,
         launches=(LaunchSpec("split", (4, 8, 1), 128, 1024), LaunchSpec("merge")),
         estimate_us=3.5,
+        estimated_by="evidence",
+        evidence=("0f3a", "77c1"),
         reason="only route",
         rejections=(Rejection("sm90", ("package is not installed", "head_dim=7")),),
     )

@@ -51,8 +51,10 @@ class AttentionBackendPlan:
 
     route: registry name of the record that built it. backend: library or language (`"triton"`).
     splits: most KV partitions a row can have; split_tokens: tokens a partition, 0 when it depends
-    on the lengths. workspace_bytes: scratch, without outputs. estimate_us: the cost model's guess,
-    `None` where it has none. reason: why this route. rejections: every other candidate.
+    on the lengths. workspace_bytes: scratch, without outputs. estimate_us: the expected time,
+    `None` where nothing says; estimated_by: `"evidence"` or `"cost model"`. evidence: ids of the
+    measured rows that the choice rests on, none where it is the cost model's. reason: why this
+    route. rejections: every other candidate.
     """
 
     route: str
@@ -65,6 +67,8 @@ class AttentionBackendPlan:
     estimate_us: float | None = None
     reason: str = ""
     rejections: tuple[Rejection, ...] = ()
+    estimated_by: str = ""
+    evidence: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_rules(self, _PLAN_RULES)
@@ -109,6 +113,18 @@ _PLAN_RULES = (
         "estimate_us",
         "must be None or a number",
         lambda p: p.estimate_us is None or isinstance(p.estimate_us, (int, float)),
+    ),
+    Rule(
+        "estimated_by",
+        "must be a string, '' where there is no estimate",
+        lambda p: (
+            isinstance(p.estimated_by, str) and (p.estimate_us is not None or not p.estimated_by)
+        ),
+    ),
+    Rule(
+        "evidence",
+        "must be a tuple of row ids",
+        lambda p: isinstance(p.evidence, tuple) and all(map(is_name, p.evidence)),
     ),
     Rule("splits", "must be an int >= 1", lambda p: is_int(p.splits) and p.splits >= 1),
     Rule(

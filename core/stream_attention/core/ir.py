@@ -42,8 +42,8 @@ NOT_OF_TYPE = (TypeError, ValueError, RuntimeError, AttributeError)
 """What a rule about a value meets where the value is of another type, arrays and tensors too."""
 
 
-def check_rules(node: Any, rules: Iterable[Rule]) -> None:
-    """Raise one `ValueError` that lists every rule of the table which `node` breaks."""
+def broken_rules(node: Any, rules: Iterable[Rule]) -> Faults:
+    """Every rule of the table which `node` breaks: what it has, and the nearest legal choice."""
     faults = Faults()
     for rule in rules:
         try:
@@ -59,7 +59,12 @@ def check_rules(node: Any, rules: Iterable[Rule]) -> None:
                 except (*NOT_OF_TYPE, ZeroDivisionError, OverflowError):
                     nearest = None
             faults.add(rule.parameter, value, rule.text, nearest)
-    faults.raise_if_any(type(node).__name__)
+    return faults
+
+
+def check_rules(node: Any, rules: Iterable[Rule]) -> None:
+    """Raise one `ValueError` that lists every rule of the table which `node` breaks."""
+    broken_rules(node, rules).raise_if_any(type(node).__name__)
 
 
 def is_name(value: Any) -> bool:

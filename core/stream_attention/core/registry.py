@@ -22,6 +22,7 @@ from stream_attention.core.backend_plan import Rejection
 from stream_attention.core.device import DeviceFacts
 from stream_attention.core.ir import Rule, check_rules, is_int
 from stream_attention.core.problem import MAX_HEAD_DIM, AttentionProblem
+from stream_attention.core.schedule import KernelSchedule
 from stream_attention.core.tile_plan import AttentionTilePlan
 
 KERNEL_PACKAGES = ("kernels_sm80", "kernels_sm90", "kernels_sm100")
@@ -54,6 +55,8 @@ class AttentionRecord:
     `UnsupportedProblem` for where the rules hold, from metadata: `bound` may lie on the meta
     device. A compiled call asks it, to report the route that will run. `None` where `build` refuses
     nothing.
+    schedules: `(problem, device) -> records` of the kernels that a plan of the problem launches;
+    `None` for a route without records.
     """
 
     route: str
@@ -66,11 +69,13 @@ class AttentionRecord:
     native: bool = False
     graph_safe: bool = True
     refuses: Callable[..., str | None] | None = None
+    schedules: Callable[[AttentionProblem, DeviceFacts], tuple[KernelSchedule, ...]] | None = None
 
     def reasons(self, problem: AttentionProblem, device: DeviceFacts) -> tuple[str, ...]:
         """Every reason why this route cannot serve the problem; empty when it can."""
-        found = (rule.reason(problem, device) for rule in self.rules)
-        return tuple(reason for reason in found if reason is not None)
+        # Lists: every route is asked for every plan, and generators take half as long again.
+        found = [rule.reason(problem, device) for rule in self.rules]
+        return tuple([reason for reason in found if reason is not None])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

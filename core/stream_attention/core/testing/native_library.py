@@ -1,4 +1,4 @@
-"""What tests of kernels packages share: ptxas reports, embedded code, a model of the geometry."""
+"""What tests of kernels packages share: embedded code, and a model of the launch geometry."""
 
 from __future__ import annotations
 
@@ -38,75 +38,6 @@ def library_file(library: NativeLibrary, suffix: str = ".so") -> Path:
     return Path(str(importlib.resources.files(library.package).joinpath(name)))
 
 
-@dataclass(frozen=True, slots=True)
-class KernelResources:
-    """What ptxas says of one kernel. Bytes a thread, but `shared_bytes` a block (static only)."""
-
-    kernel: str
-    parts_dtype: str
-    out_dtype: str
-    elements: int
-    target: str
-    registers: int
-    stack_bytes: int
-    spill_bytes: int
-    shared_bytes: int
-
-    @property
-    def identity(self) -> tuple[str, str, str, int]:
-        return (self.kernel, self.parts_dtype, self.out_dtype, self.elements)
-
-
-_ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
-_NAME = re.compile(r"\d+(state_\w+?_kernel)I\w*?Li(\d+)ELi(\d+)ELi(\d+)EEEv")
-_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-
-
-def parse_ptxas(report: str, other: str | None = None) -> list[KernelResources]:
-    """The state kernels of a `ptxas -v` report.
-
-    other: name of kernels that have a test of their own and are left out. An entry that is not
-    understood raises `ValueError`.
-    """
-    kernels = []
-    sections = report.split("Compiling entry function")[1:]
-    for section in sections:
-        if other is not None and f"{len(other)}{other}I" in section.partition("for")[0]:
-            continue
-        entry = _ENTRY.search("Compiling entry function" + section)
-        name = _NAME.search(entry.group(1)) if entry else None
-        stack = _STACK.search(section)
-        registers = re.search(r"Used (\d+) registers", section)
-        if not (entry and name and stack and registers):
-            raise ValueError(f"not a state kernel or not a ptxas report: {section[:200]!r}")
-        shared = re.search(r"(\d+) bytes smem", section)
-        kernels.append(
-            KernelResources(
-                kernel=name.group(1),
-                parts_dtype=_DTYPES[int(name.group(2))],
-                out_dtype=_DTYPES[int(name.group(3))],
-                elements=int(name.group(4)),
-                target=entry.group(2),
-                registers=int(registers.group(1)),
-                stack_bytes=int(stack.group(1)),
-                spill_bytes=int(stack.group(2)) + int(stack.group(3)),
-                shared_bytes=int(shared.group(1)) if shared else 0,
-            )
-        )
-    return kernels
-
-
-def expected_kernels(vector_bytes: tuple[int, ...]) -> set[tuple[str, str, str, int]]:
-    """Identity of every kernel that a library with these vector widths must hold."""
-    return {
-        (kernel, parts, out, elements)
-        for kernel in ("state_merge_kernel", "state_pair_kernel")
-        for parts in _DTYPES
-        for out in _DTYPES
-        for elements in {1, *(width // _BYTES[parts] for width in vector_bytes)}
-    }
-
-
 @functools.cache
 def _cuobjdump(library: NativeLibrary, *options: str) -> str:
     """Output of cuobjdump, which comes with nvdisasm inside the triton wheel."""
@@ -130,6 +61,13 @@ def instructions(library: NativeLibrary) -> set[str]:
     """Every opcode, with its modifiers, of the library's machine code, e.g. `"LDG.E.128"`."""
     listed = _cuobjdump(library, "-sass")
     return set(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", listed, re.M))
+
+
+def kernels_with(library: NativeLibrary, opcode: str) -> set[str]:
+    """Kernels, by their mangled names, whose machine code has an instruction `opcode`."""
+    sections = _cuobjdump(library, "-sass").split("Function : ")[1:]
+    found = re.compile(rf"\b{opcode}\b")
+    return {section.split("\n", 1)[0].strip() for section in sections if found.search(section)}
 
 
 def illegal_descriptors(library: NativeLibrary) -> set[str]:

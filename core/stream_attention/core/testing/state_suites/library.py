@@ -15,12 +15,14 @@ from stream_attention.core import native
 from stream_attention.core.device import DeviceFacts
 from stream_attention.core.native import NativeLibrary, NativeLibraryError
 from stream_attention.core.registry import MergeProblem, Registry
+from stream_attention.core.schedule import KernelSchedule
 from stream_attention.core.testing.native_library import (
     Shape,
     early_accesses,
     embedded_code,
     illegal_descriptors,
     instructions,
+    kernels_with,
     library_file,
 )
 from stream_attention.core.testing.state_suites.base import LibraryTests
@@ -41,6 +43,13 @@ EXPORTS = frozenset(
         "stream_attention_state_pair_prepare",
     }
 )
+# Opcodes of machine code that an engine or a launch is known by → (field, words).
+ENGINES = {
+    "HMMA": ("mma_engine", ("mma_sync",)),
+    "HGMMA": ("mma_engine", ("wgmma",)),
+    "LDGSTS": ("load_engine", ("cp_async",)),
+    "ACQBULK": ("launch", ("dependent", "dependent_cooperative")),
+}
 PROBLEM = MergeProblem(num_states=4, head_dim=64, part_dtype="float32", out_dtype="bfloat16")
 
 
@@ -53,9 +62,11 @@ class LibrarySuite(LibraryTests):
 
     machine_code, ptx: targets of the embedded code. instructions: opcodes it must have.
     served: the compute capabilities, of those asked, that the package's rule accepts.
+    schedules: the package's records.
     """
 
     capabilities: ModuleType
+    schedules: tuple[KernelSchedule, ...]
     exports: frozenset[str] = EXPORTS
     machine_code: frozenset[str]
     ptx: frozenset[str]
@@ -86,6 +97,17 @@ class LibrarySuite(LibraryTests):
         found = instructions(library)
         assert found >= self.instructions
         assert not {name for name in found if name.startswith(("LDL", "STL"))}
+
+    @pytest.mark.parametrize("opcode", sorted(ENGINES))
+    def test_machine_code_has_the_engines_that_the_records_name(self, library, opcode):
+        field, words = ENGINES[opcode]
+        named = {
+            name
+            for record in self.schedules
+            if getattr(record, field) in words
+            for name in record.instances
+        }
+        assert len(kernels_with(library, opcode)) == len(named)
 
     def test_machine_code_names_no_illegal_descriptor(self, library):
         assert illegal_descriptors(library) == set()
