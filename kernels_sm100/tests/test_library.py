@@ -3,11 +3,13 @@
 from stream_attention.core.testing.state_suites.library import LibrarySuite
 from stream_attention.kernels_sm100 import capabilities
 from stream_attention.kernels_sm100.library import LIBRARY
+from stream_attention.kernels_sm100.schedules import SCHEDULES
 
 
 class TestLibrary(LibrarySuite):
     library = LIBRARY
     capabilities = capabilities
+    schedules = SCHEDULES
     machine_code = frozenset({"sm_100a"})
     ptx = frozenset()
     # Wide read-once loads; the wait for, and the release of, the neighbours of a dependent launch.

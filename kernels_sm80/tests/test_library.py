@@ -3,11 +3,13 @@
 from stream_attention.core.testing.state_suites.library import LibrarySuite
 from stream_attention.kernels_sm80 import capabilities
 from stream_attention.kernels_sm80.library import LIBRARY
+from stream_attention.kernels_sm80.schedules import SCHEDULES
 
 
 class TestLibrary(LibrarySuite):
     library = LIBRARY
     capabilities = capabilities
+    schedules = SCHEDULES
     machine_code = frozenset({"sm_80"})
     ptx = frozenset({"sm_80"})
     # Wide read-once loads on the read-only path.

@@ -1,7 +1,8 @@
-"""Registers, spills, stack and shared memory of every kernel, from the report of ptxas."""
+"""Registers, spills, shared memory and legality of every kernel, from what ptxas said of them."""
 
 from stream_attention.core.testing.state_suites.resources import ResourcesSuite
 from stream_attention.kernels_sm80.library import LIBRARY
+from stream_attention.kernels_sm80.schedules import SCHEDULES
 
 # By elements a vector. A block has at most 256 threads: 64 registers let 4 such blocks reside on an
 # SM, with 4 loads in flight a thread.
@@ -10,6 +11,8 @@ MAX_REGISTERS = {1: 48, 4: 60, 8: 64}
 
 class TestResources(ResourcesSuite):
     library = LIBRARY
-    vector_bytes = (16,)
+    schedules = SCHEDULES
+    arch = "sm_80"
     target = "sm_80"
+    vector_bytes = (16,)
     max_registers = MAX_REGISTERS

@@ -1,77 +1,30 @@
-"""Registers, spills, stack and shared memory of every decode kernel, from the report of ptxas.
+"""The records of the decode kernels against what the library launches, and scratch of plans.
 
-The kernels are what the report holds beside the state merges, whatever their names: a new kernel or
-instance is under these bounds without being listed here.
+`test_resources.py` has the legality of every compiled kernel; here the records are shown to be of
+the kernels that problems run.
 """
 
 import dataclasses
 import itertools
-import re
-from dataclasses import dataclass
 
 import pytest
 
+from stream_attention.core import resources
+from stream_attention.core.device import DeviceFacts
 from stream_attention.core.problem import AttentionProblem
-from stream_attention.core.testing.native_library import library_file, require
-from stream_attention.kernels_sm90 import decode
+from stream_attention.core.registry import Registry
+from stream_attention.core.testing.native_library import require
+from stream_attention.kernels_sm90 import capabilities, decode, schedules
 from stream_attention.kernels_sm90.library import LIBRARY
 
-# test_resources.py has these.
-OTHERS = re.compile(r"\d+state_(?:merge|pair)_kernelI")
-SHARED_LIMIT = 227 << 10
-SM_REGISTERS = 65_536
-MAX_REGISTERS = 255
-DTYPE_NAMES = {"bfloat16": "13__nv_bfloat16", "float16": "6__half"}
-# Heads of a KV head and queries: packed rows 1, 8, 9, 16, 20, 64 twice.
-ROWS = ((1, 1), (8, 1), (9, 1), (16, 1), (4, 5), (64, 1), (8, 8))
+DEVICE = DeviceFacts(type="cuda", compute_capability=(9, 0), num_sms=132)
+KV_DTYPES = ("bfloat16", "float8_e4m3fn")
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """What ptxas says of one kernel; bytes a thread, `shared_bytes` static ones of a block."""
-
-    name: str
-    target: str
-    registers: int
-    stack_bytes: int
-    spill_bytes: int
-    shared_bytes: int
-
-
-def parse(report: str) -> list[Kernel]:
-    """Every kernel of a `ptxas -v` report but the state merges; `ValueError` for unknown text."""
-    kernels = []
-    for section in report.split("Compiling entry function")[1:]:
-        entry = re.match(r" '(\S+)' for '(\S+)'", section)
-        stack = re.search(
-            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", section
-        )
-        registers = re.search(r"Used (\d+) registers", section)
-        if not (entry and stack and registers):
-            raise ValueError(f"not a ptxas report: {section[:200]!r}")
-        if OTHERS.search(entry[1]):
-            continue
-        shared = re.search(r"(\d+) bytes smem", section)
-        kernels.append(
-            Kernel(
-                name=entry[1],
-                target=entry[2],
-                registers=int(registers[1]),
-                stack_bytes=int(stack[1]),
-                spill_bytes=int(stack[2]) + int(stack[3]),
-                shared_bytes=int(shared[1]) if shared else 0,
-            )
-        )
-    return kernels
-
-
-@pytest.fixture(name="kernels", scope="module")
-def kernels_fixture():
-    require(LIBRARY)
-    return parse(library_file(LIBRARY, ".ptxas.txt").read_text())
-
-
-def problem(dim, group, queries, **changes):
+def problem(dim, rows, **changes):
+    """`rows` packed rows, by queries where the number is odd and above one."""
+    queries = rows if rows % 2 else 1
+    group = rows // queries
     fields = {"batch": 3, "total_qo_len": 3 * queries, "max_qo_len": queries, "kv_capacity": 4096}
     fields |= {"num_qo_heads": 2 * group, "num_kv_heads": 2, "sm_scale": 0.1}
     fields |= {"head_dim_qk": dim, "head_dim_vo": dim}
@@ -79,45 +32,63 @@ def problem(dim, group, queries, **changes):
     return AttentionProblem(**{**fields, **changes})
 
 
-def test_report_has_kernels_of_every_dtype_and_head_dim(kernels):
-    names = [kernel.name for kernel in kernels]
-    assert len(names) == len(set(names))
-    missing = [
-        (dtype, dim)
-        for dtype in decode.DTYPES
-        for dim in decode.HEAD_DIMS
-        if not any(DTYPE_NAMES[dtype] in name and f"Li{dim}E" in name for name in names)
-    ]
-    assert missing == []
-
-
-def test_every_kernel_is_built_for_the_architecture(kernels):
-    assert {kernel.target for kernel in kernels} == {"sm_90a"}
-
-
-def test_no_kernel_spills_or_has_a_stack(kernels):
-    assert [k for k in kernels if k.spill_bytes or k.stack_bytes] == []
-
-
-def test_registers_stay_within_what_a_thread_may_have(kernels):
-    assert [k for k in kernels if not 0 < k.registers <= MAX_REGISTERS] == []
-
-
 @pytest.mark.parametrize("dim", decode.HEAD_DIMS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("invariant", [False, True])
-def test_a_block_fits_an_sm(kernels, dim, rows, invariant):
-    """Shared memory of the launch and the largest static one; registers of all of its threads.
+def test_a_problems_record_is_of_what_the_library_launches(dim, kv_dtype, invariant):
+    require(LIBRARY)
+    for rows in range(1, decode.MAX_ROWS + 1):
+        asked = problem(dim, rows, kv_dtype=kv_dtype, batch_invariant=invariant)
+        (record,) = schedules.decode_schedules(asked, DEVICE)
+        form = decode.geometry(asked, 132)
+        assert (record.rows, record.tile_tokens) == (form.rows, form.tile_tokens)
+        assert (record.threads, record.stages) == (form.threads, form.slots)
+        assert record.shared_bytes == form.shared_bytes
+        assert (record.merge == "tree_exchange") == invariant
 
-    Which kernel a problem runs is not in the report, so the largest of its head_dim stands in.
-    """
-    form = decode.geometry(problem(dim, *rows, batch_invariant=invariant), 132)
-    of_dim = [kernel for kernel in kernels if f"Li{dim}E" in kernel.name]
-    assert form.shared_bytes + max(k.shared_bytes for k in of_dim) <= SHARED_LIMIT
-    assert form.threads % 32 == 0 and 0 < form.threads <= 1024
-    # ptxas gives registers to a warp in units of 8 a thread.
-    largest = max(-(-k.registers // 8) * 8 for k in of_dim)
-    assert form.threads * min(largest, 256) <= SM_REGISTERS
+
+def test_problems_reach_every_decode_record():
+    reached = set()
+    for dim, rows, kv_dtype, invariant, page_size in itertools.product(
+        decode.HEAD_DIMS, range(1, 33), KV_DTYPES, (False, True), (1, 16)
+    ):
+        asked = problem(
+            dim, rows, kv_dtype=kv_dtype, batch_invariant=invariant, page_size=page_size
+        )
+        reached.update(record.name for record in schedules.decode_schedules(asked, DEVICE))
+    assert reached == {record.name for record in schedules.DECODE}
+
+
+@pytest.mark.parametrize(
+    ("changes", "gather"),
+    [
+        ({"page_size": 8}, "page_of_token"),
+        ({"page_size": 48}, "page_of_sixteen"),
+        ({"cache_kind": "contiguous", "page_size": 4095}, "page_of_sixteen"),
+    ],
+)
+def test_pages_of_whole_sixteens_and_contiguous_caches_need_one_id_for_sixteen(changes, gather):
+    (record,) = schedules.decode_schedules(problem(128, 4, **changes), DEVICE)
+    assert record.gather == gather
+
+
+def test_the_route_gives_the_record_of_a_problem_and_none_of_what_it_has_no_kernel_for():
+    registry = Registry(discover=False)
+    capabilities.register(registry)
+    (route,) = registry.attention_records()
+    (record,) = route.schedules(problem(128, 32), DEVICE)
+    assert (record.mma_engine, record.state_scope) == ("wgmma", "block")
+    assert route.schedules(problem(72, 8), DEVICE) == ()
+
+
+def test_facts_of_an_instance_join_what_was_compiled_with_what_is_launched():
+    require(LIBRARY)
+    (record,) = schedules.decode_schedules(problem(128, 8), DEVICE)
+    found = resources.facts(LIBRARY, record)
+    assert set(found) == set(record.instances)
+    for name, facts in found.items():
+        assert facts.registers == resources.compiled_kernels(LIBRARY)[name].registers
+        assert (facts.threads, facts.dynamic_shared_bytes) == (record.threads, record.shared_bytes)
 
 
 @pytest.mark.parametrize("num_sms", [132, 114, 78])
@@ -126,24 +97,8 @@ def test_a_block_fits_an_sm(kernels, dim, rows, invariant):
 def test_workspace_of_a_plan_stays_small_on_any_device_and_batch(num_sms, batch, invariant):
     """Scratch is the blocks' business: neither lengths nor batch may blow it up."""
     require(LIBRARY)
-    for dim, group in itertools.product(decode.HEAD_DIMS, (8, 64)):
-        small = problem(dim, group, 1, batch=batch, total_qo_len=batch, batch_invariant=invariant)
+    for dim, rows in itertools.product(decode.HEAD_DIMS, (8, 64)):
+        small = problem(dim, rows, batch=batch, total_qo_len=batch, batch_invariant=invariant)
         large = dataclasses.replace(small, kv_capacity=1 << 17)
         forms = [decode.geometry(each, num_sms) for each in (small, large)]
         assert forms[0].scratch_floats <= forms[1].scratch_floats <= 16 << 20
-
-
-REPORT = """ptxas info    : Compiling entry function '_Z13decode_kernelILi64EEvv' for 'sm_90a'
-    16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
-ptxas info    : Used 300 registers, used 1 barriers, 1024 bytes smem, 400 bytes cmem[0]
-ptxas info    : Compiling entry function '_Z18state_merge_kernelILi2EEvv' for 'sm_90a'
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 40 registers
-"""
-
-
-def test_parser_reads_what_is_bad_and_refuses_what_it_does_not_know():
-    (kernel,) = parse(REPORT)
-    assert dataclasses.astuple(kernel)[1:] == ("sm_90a", 300, 16, 12, 1024)
-    with pytest.raises(ValueError, match="not a ptxas report"):
-        parse(REPORT.replace("Used 300 registers", ""))

@@ -3,6 +3,7 @@
 from stream_attention.core.testing.state_suites.library import EXPORTS, LibrarySuite
 from stream_attention.kernels_sm90 import capabilities
 from stream_attention.kernels_sm90.library import LIBRARY
+from stream_attention.kernels_sm90.schedules import SCHEDULES
 
 DECODE_EXPORTS = frozenset(
     {
@@ -29,6 +30,7 @@ DECODE_EXPORTS = frozenset(
 class TestLibrary(LibrarySuite):
     library = LIBRARY
     capabilities = capabilities
+    schedules = SCHEDULES
     exports = EXPORTS | DECODE_EXPORTS
     machine_code = frozenset({"sm_90a"})
     ptx = frozenset()

@@ -10,9 +10,10 @@
         deps = ["//core:csrc"],
     )
 
-gives the library under `name` and under `name + "_ptxas"` the text of `ptxas -v` with the time stamps taken
-out: registers, spills, stack and static shared memory of every kernel. The report lies beside the library and
-ends in `.ptxas.txt`.
+gives the library under `name`, under `name + "_ptxas"` the text of `ptxas -v` with the time stamps taken out
+(registers, spills, stack and static shared memory of every kernel), and under `name + "_resources"` the same as
+JSON, which `stream_attention.core.resources` reads. Both lie beside the library and end in `.ptxas.txt` and
+`.resources.json`.
 
 The same rule works on both repositories named `@cuda`: that of repo.bzl and the one that rules_cuda makes. The
 host compiler is that of the C++ toolchain. The library is the same, byte for byte, from any clone: no line info,
@@ -161,12 +162,23 @@ def _cuda_shared_library_impl(ctx):
         outputs = [ctx.outputs.report],
         mnemonic = "CudaReport",
     )
+    ctx.actions.run(
+        executable = ctx.executable._resources_tool,
+        arguments = [ctx.outputs.report.path, ctx.outputs.resources.path],
+        inputs = [ctx.outputs.report],
+        outputs = [ctx.outputs.resources],
+        mnemonic = "CudaResources",
+        progress_message = "Reading %s" % ctx.outputs.report.short_path,
+    )
     return [
         DefaultInfo(
             files = depset([ctx.outputs.out]),
             runfiles = ctx.runfiles(files = [ctx.outputs.out]),
         ),
-        OutputGroupInfo(ptxas = depset([ctx.outputs.report])),
+        OutputGroupInfo(
+            ptxas = depset([ctx.outputs.report]),
+            resources = depset([ctx.outputs.resources]),
+        ),
     ]
 
 _cuda_shared_library = rule(
@@ -179,6 +191,7 @@ _cuda_shared_library = rule(
         "includes": attr.string_list(),
         "out": attr.output(mandatory = True),
         "report": attr.output(mandatory = True),
+        "resources": attr.output(mandatory = True),
         "srcs": attr.label_list(allow_files = [".cu"], mandatory = True),
         "_cc_toolchain": attr.label(default = Label("@bazel_tools//tools/cpp:current_cc_toolchain")),
         "_headers": attr.label_list(
@@ -191,6 +204,11 @@ _cuda_shared_library = rule(
         ),
         "_nvcc": attr.label(default = Label("@cuda//:nvcc_all_files"), cfg = "exec"),
         "_nvvm": attr.label(default = Label("@cuda//:nvvm_all_files"), cfg = "exec"),
+        "_resources_tool": attr.label(
+            default = Label("//tools/cuda:ptxas_resources"),
+            executable = True,
+            cfg = "exec",
+        ),
         "_runtime": attr.label(default = Label("@cuda//:cuda_runtime_static"), providers = [CcInfo]),
     },
     fragments = ["cpp"],
@@ -198,7 +216,7 @@ _cuda_shared_library = rule(
 )
 
 def cuda_shared_library(name, out, srcs, archs, hdrs = [], includes = [], deps = [], copts = [], **kwargs):
-    """Builds `out` from CUDA C++, and `name + "_ptxas"`, the report of ptxas.
+    """Builds `out` from CUDA C++; `name + "_ptxas"` is the report of ptxas, `name + "_resources"` its JSON.
 
     Args:
       name: the target; gives the library alone.
@@ -214,10 +232,12 @@ def cuda_shared_library(name, out, srcs, archs, hdrs = [], includes = [], deps =
     if not out.endswith(".so"):
         fail("out=%s: must end in .so" % out)
     report = out[:-len(".so")] + ".ptxas.txt"
+    resources = out[:-len(".so")] + ".resources.json"
     _cuda_shared_library(
         name = name,
         out = out,
         report = report,
+        resources = resources,
         srcs = srcs,
         archs = archs,
         hdrs = hdrs,
@@ -229,5 +249,10 @@ def cuda_shared_library(name, out, srcs, archs, hdrs = [], includes = [], deps =
     native.alias(
         name = name + "_ptxas",
         actual = report,
+        **kwargs
+    )
+    native.alias(
+        name = name + "_resources",
+        actual = resources,
         **kwargs
     )

@@ -1,4 +1,4 @@
-"""Copies the kernel libraries and their ptxas reports to where plain Python finds them.
+"""Copies the kernel libraries, their ptxas reports and resources to where plain Python finds them.
 
     ./bazelw run //tools/cuda:stage_libraries            into this checkout, beside the sources
     ./bazelw run //tools/cuda:stage_libraries -- DIR     into DIR, with the same relative paths
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     for arch in ARCHS:
         folder = Path(f"kernels_{arch}/stream_attention/kernels_{arch}")
         (root / folder).mkdir(parents=True, exist_ok=True)
-        for suffix in ("so", "ptxas.txt"):
+        for suffix in ("so", "ptxas.txt", "resources.json"):
             name = f"libstream_attention_{arch}.{suffix}"
             target = root / folder / name
             # A new file, not new contents: a process that has the old library mapped keeps it.

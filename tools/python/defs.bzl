@@ -59,6 +59,7 @@ def sa_sources(name = "sources", include = ["**"]):
                 "**/*.pyc",
                 # Copies of built libraries, for use without Bazel (//tools/cuda:stage_libraries).
                 "**/*.ptxas.txt",
+                "**/*.resources.json",
                 "**/*.so",
                 "bazel-*/**",
                 "dist/**",

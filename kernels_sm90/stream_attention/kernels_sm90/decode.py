@@ -1,9 +1,8 @@
 """The route `sm90_decode`: exact decode and verify by `csrc/decode.cu`, one launch a call.
 
-No plan step: every block cuts the work from the lengths itself, so one captured graph serves every
-length mix up to the capacity. `csrc/decode_block.cuh` has the algorithm, `csrc/decode_wide.cuh`
-that of many rows. With `batch_invariant` sums are made in the order of a tree that each request has
-for itself (`csrc/decode_invariant.cuh`).
+Every block cuts the work from the lengths, so one captured graph serves every length mix up to the
+capacity. `csrc/decode_block.cuh` has the algorithm, `csrc/decode_wide.cuh` that of many rows,
+`csrc/decode_invariant.cuh` that of `batch_invariant`; `schedules.py` says how each form works.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from stream_attention.core.tile_plan import AttentionTilePlan
 from stream_attention.kernels_sm90.capabilities import device_reason
 from stream_attention.kernels_sm90.decode_abi import DecodeGeometry, DecodeParams
 from stream_attention.kernels_sm90.library import LIBRARY
+from stream_attention.kernels_sm90.schedules import decode_schedules
 
 ROUTE = "sm90_decode"
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -35,8 +35,7 @@ KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 MAX_ROWS = 64
 MAX_FACTOR = 1e30
 LOG2E = math.log2(math.e)
-# What `stream_attention_decode_struct_bytes` knows a prepared call as.
-CALL_STRUCT = 2
+CALL_STRUCT = 2  # what `stream_attention_decode_struct_bytes` knows a prepared call as
 MAX_CAPACITY = (1 << 31) - 4097
 MAX_STRIDE_BYTES = 1 << 36
 MAX_TOKENS = 1 << 36  # of a batch at capacity: its tiles of 64 tokens and more are counted in int32
@@ -397,4 +396,5 @@ RECORD = AttentionRecord(
     build=build,
     native=True,
     refuses=refusal,
+    schedules=decode_schedules,
 )

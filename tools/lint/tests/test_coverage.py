@@ -45,7 +45,7 @@ def test_every_file_of_the_tree_is_seen(root):
         and path not in seen
         and path.name != "user.bazelrc"
         # //tools/cuda:stage_libraries lays these beside the sources, for use without Bazel.
-        and not path.name.endswith(".ptxas.txt")
+        and not path.name.endswith((".ptxas.txt", ".resources.json"))
         and not str(path).startswith(STAND_INS)
     ]
     assert missing == [], "list the package in //tools/lint:packages.bzl"

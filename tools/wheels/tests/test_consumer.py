@@ -66,12 +66,14 @@ print(sa.StreamAttnEngine().plan(q, k, k).explain())
 
 LIBRARIES = """
 import ctypes, importlib, importlib.resources, sys
+from stream_attention.core import resources
 for name in sys.argv[1:]:
     folder = importlib.resources.files("stream_attention." + name)
     (library,) = [entry for entry in folder.iterdir() if entry.name.endswith(".so")]
     ctypes.CDLL(str(library))
     owner = importlib.import_module("stream_attention." + name + ".library").LIBRARY
     assert owner.reason() is None, owner.reason()
+    assert resources.reason(owner) is None, resources.reason(owner)
     print("kernels_sm%d" % owner.arch())
 """
 

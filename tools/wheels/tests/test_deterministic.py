@@ -37,7 +37,7 @@ def clone(wheel: Path, root: Path, time: int, mode: int) -> dict[str, str]:
         for name in content:
             target = root / project / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            if name.endswith(".so"):
+            if name.endswith((".so", ".resources.json")):  # built, not sources
                 target.write_bytes(archive.read(name))
             else:
                 shutil.copyfile(f"{project}/{name}", target)

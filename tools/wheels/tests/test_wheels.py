@@ -151,6 +151,7 @@ def test_only_native_wheels_are_bound_to_a_platform(package: str, tmp_path: Path
         assert wheel.header("WHEEL")["Root-Is-Purelib"] == "true"
         return
     assert len(libraries) == 1
+    assert libraries[0].removesuffix(".so") + ".resources.json" in wheel.content
     library = Path(wheel.archive.extract(libraries[0], tmp_path))
     assert wheel.platform == platform_tag([read_needs(library)])
     assert wheel.header("WHEEL").get_all("Tag") == [f"py3-none-{wheel.platform}"]
