@@ -14,8 +14,8 @@ from stream_attention.core import routes
 from stream_attention.core.describe import describe
 from stream_attention.core.device import device_facts
 from stream_attention.core.registry import Registry, default_registry
-from stream_attention.planner.dispatch import Rankings
 from stream_attention.planner.plan_cache import PlanCache
+from stream_attention.planner.ranking import Rankings
 from stream_attention.planner.serve import serve
 from stream_attention.planner.testing import FakeRoute, registry_of, write_batch
 

@@ -11,8 +11,9 @@ from stream_attention.core.errors import UnsupportedProblem
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord, CapabilityRule, default_registry
 from stream_attention.core.testing.checks import find_record
-from stream_attention.planner.dispatch import rank, slower, why_chosen
 from stream_attention.planner.engine import StreamAttnEngine
+from stream_attention.planner.ranking import rank
+from stream_attention.planner.reasons import slower, why_chosen
 from stream_attention.planner.testing import FakeRoute, registry_of
 
 DEVICES = {
@@ -98,12 +99,12 @@ def test_a_cheaper_route_that_a_graph_cannot_hold_comes_second_with_the_reason(n
         "cheap: legal, but cannot be captured in a CUDA graph "
         "(estimated at 1.0 us against 50.0 us of dear)"
     )
-    why = why_chosen(chosen, ranking.candidates, 0)
+    why = why_chosen(chosen, ranking, 0)
     assert why.startswith("dear is the only legal route that a CUDA graph can hold (by")
     registry = routes_of()
     registry.register_attention(FakeRoute("dearer", 60.0).record())
     ranking = rank(problem_of(), DEVICES[name], registry)
-    why = why_chosen(ranking.candidates[0], ranking.candidates, 0)
+    why = why_chosen(ranking.candidates[0], ranking, 0)
     assert "lowest estimate (50.0 us) of 2 legal routes that a CUDA graph can hold" in why
 
 
@@ -112,7 +113,7 @@ def test_where_no_graph_is_asked_for_the_cost_alone_decides():
     assert [candidate.record.route for candidate in ranking.candidates] == ["cheap", "dear"]
     (rejection,) = slower(ranking.candidates[1:], ranking.candidates[0])
     assert str(rejection) == "dear: legal, but estimated at 50.0 us against 1.0 us of cheap"
-    assert "graph" not in why_chosen(ranking.candidates[0], ranking.candidates, 0)
+    assert "graph" not in why_chosen(ranking.candidates[0], ranking, 0)
 
 
 def test_a_route_that_a_graph_cannot_hold_still_serves_alone():

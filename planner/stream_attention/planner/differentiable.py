@@ -17,16 +17,10 @@ from stream_attention.core.errors import Faults, UnsupportedProblem, check_both,
 from stream_attention.core.problem import PROBLEM_RULES, AttentionProblem
 from stream_attention.core.registry import Registry, default_registry
 from stream_attention.core.validate import validate as validate_contents
-from stream_attention.planner.dispatch import (
-    Candidate,
-    Ranking,
-    info_of,
-    rank,
-    slower,
-    unsupported,
-    why_chosen,
-)
+from stream_attention.planner.dispatch import info_of, unsupported
 from stream_attention.planner.modes import PolicyIdentity, decide_with
+from stream_attention.planner.ranking import Candidate, Ranking, rank
+from stream_attention.planner.reasons import slower, why_chosen
 from stream_attention.planner.serve import Served, capturing, serve
 
 _OWN_RESULT = "out is given, and this route returns a tensor of its own; use out=None"
@@ -204,12 +198,14 @@ def _apply(
             generator=generator,
         )
     place = ranking.candidates.index(chosen)  # those before it refused when they were tried
-    why = why_chosen(chosen, ranking.candidates, place)
+    why = why_chosen(chosen, ranking, place)
     plan = AttentionBackendPlan(
         route=record.route,
         backend=record.backend,
         arch=device_facts(qkv[0].device).arch,
         estimate_us=chosen.estimate_us,
+        estimated_by=chosen.estimated_by,
+        evidence=chosen.rows,
         reason=f"{mode_reason}; {why}",
         rejections=(*ranking.rejections, *slower(ranking.candidates[place + 1 :], chosen)),
     )

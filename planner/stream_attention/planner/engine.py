@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from types import MemberDescriptorType
 from typing import Any
 
@@ -10,21 +11,28 @@ import torch
 
 from stream_attention.core.cache import KVCache
 from stream_attention.core.describe import Described, describe, phase_of
-from stream_attention.core.device import device_facts
+from stream_attention.core.device import DeviceFacts, device_facts
 from stream_attention.core.errors import Faults
+from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import Registry, default_registry
 from stream_attention.core.tile_plan import AttentionTilePlan
 from stream_attention.core.validate import validate as validate_contents
-from stream_attention.planner.dispatch import Rankings, build, home_of
+from stream_attention.planner.databases import SHIPPED, databases_of
+from stream_attention.planner.dispatch import build, home_of
+from stream_attention.planner.macro_plan import MacroPlan, plan_batch
 from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity, decide_with
 from stream_attention.planner.plan import AttentionPlan
+from stream_attention.planner.ranking import Ranking, Rankings
 
 
 class StreamAttnEngine:
     """Plans attention calls for one policy identity.
 
     policy_name, model_id, layer_id: whose calibrated policy may apply; without a full match every
-        call is exact. phase_db: must be `None` until the evidence database ships.
+        call is exact.
+    phase_db: evidence that ranks routes on the devices that it was measured on: `None`, the
+        databases inside the wheel; a path, a `PhaseDatabase` or a sequence of these, which are
+        asked before those inside the wheel; `()`, none at all, so that cost models rank.
     registry: the records to choose from; the process-wide registry when `None`.
 
     An engine holds no tensors and may be shared between threads.
@@ -46,16 +54,11 @@ class StreamAttnEngine:
             "must be None (the process-wide one) or a Registry",
             "None",
         )
-        if phase_db is not None:
-            faults.add(
-                "phase_db",
-                phase_db,
-                "no evidence database is part of this version; routes are ranked by cost model",
-                "None",
-            )
+        databases = databases_of(faults, phase_db)
         faults.raise_if_any("StreamAttnEngine")
         self.identity = PolicyIdentity(policy_name, model_id, layer_id)
         self.registry = default_registry() if registry is None else registry
+        self._databases = databases
         self._rankings = Rankings()
 
     def __copy__(self) -> StreamAttnEngine:
@@ -67,7 +70,8 @@ class StreamAttnEngine:
         return self
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Pickled, an engine is its identity and whatever a subclass adds; nothing is planned yet.
+        """Pickled, an engine is its identity, its databases (with their contents, unless they are
+        those inside the wheel) and whatever a subclass adds; nothing is planned yet.
 
         It is loaded without `__init__`, whose arguments a subclass may change.
         """
@@ -90,6 +94,7 @@ class StreamAttnEngine:
         """The process that loads an engine has a registry, and ranks for itself."""
         fields, slots = state
         vars(self).update(fields)
+        vars(self).setdefault("_databases", SHIPPED)
         for name, value in slots.items():
             object.__setattr__(self, name, value)
         self.registry = default_registry()
@@ -174,7 +179,7 @@ class StreamAttnEngine:
             problem = described.problem
             tile_plan = AttentionTilePlan.for_problem(problem)
             device = device_facts(q.device)
-            ranking = self._rankings.rank(problem, device, self.registry)
+            ranking = self._rank(problem, device)
             built = build(problem, tile_plan, device, described.bound, ranking, decision.reason)
         bound_cache = described.cache
         given = {
@@ -191,6 +196,48 @@ class StreamAttnEngine:
             "lse": lse,
         }
         return AttentionPlan(described, tile_plan, built, given)
+
+    def _rank(self, problem: AttentionProblem, device: DeviceFacts) -> Ranking:
+        return self._rankings.rank(problem, device, self.registry, databases=self._databases)
+
+    def plan_batch(
+        self,
+        q: torch.Tensor,
+        cache: KVCache | torch.Tensor,
+        qo_lens: Sequence[int],
+        *,
+        macro: str = "auto",
+        mode: str = DEFAULT_MODE,
+        validate: bool = True,
+        **options: Any,
+    ) -> MacroPlan:
+        """A plan for a mix of requests whose numbers of queries are known on the host.
+
+        q: packed `[total_q, num_qo_heads, head_dim]`. qo_lens: list of ints, the queries of each
+            request, 0 too; fixed for the plan's life, `qo_indptr` is the plan's own.
+        macro: `unified` (one launch), `phases` (decode, verify, prefill), `cohorts` (by rows of
+            queries), or `auto`, the lowest sum of estimates, `unified` where they are equal. With
+            `batch_invariant`, `auto` is `phases`: a request's route follows from its own queries.
+        options: the keywords of `plan_attention`, without `max_qo_len`.
+
+        Each cohort is ranked, and served, as a batch of its own; `cohorts` and `routes` of the plan
+        say how. Of a cohort whose requests are no neighbours every run gathers q rows, page-table
+        rows and lengths, and puts its out rows back: on the device, without allocation or sync. K
+        and V are never moved. Planning copies offsets and such to the device and waits for that,
+        also where nothing is validated. Raises as `plan` does.
+        """
+        return plan_batch(
+            self.identity,
+            self.registry,
+            self._rank,
+            q,
+            cache,
+            qo_lens,
+            macro=macro,
+            mode=mode,
+            validate=validate,
+            **options,
+        )
 
 
 def checked(described: Described, max_qo_len: int | None) -> Described:

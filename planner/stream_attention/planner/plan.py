@@ -68,6 +68,7 @@ class AttentionPlan(NotCopied):
         "_known",
         "_launch",
         "_names",
+        "_ranking",
         "_result",
         "_run_launch",
         "_tensors",
@@ -98,6 +99,7 @@ class AttentionPlan(NotCopied):
         self.backend_plan = built.backend_plan
         self.info = built.info
         self._launch = built.launch
+        self._ranking = built.ranking
         self._run_launch: Callable[[], None] = built.launch.run
         self._device_index = index_to_hold(described.bound.q.device)
         out, lse = described.result(), described.result_lse()
@@ -172,9 +174,15 @@ class AttentionPlan(NotCopied):
         """Make the scratch as new, after a launch that was aborted."""
         self._launch.reset()
 
-    def explain(self) -> str:
-        """The chosen route, its estimate and launches, and every rejected candidate, as text."""
-        return explain(self.problem, self.tile_plan, self.backend_plan, self.info)
+    def explain(self, format: str = "text") -> str:
+        """The chosen route with its launches, every candidate with its estimate and what that rests
+        on, every rejection with its reasons.
+
+        format: `"text"` for people, `"json"` for tools: one object, its `schema` first.
+        """
+        return explain(
+            self.problem, self.tile_plan, self.backend_plan, self.info, self._ranking, format
+        )
 
     @property
     def route(self) -> str:

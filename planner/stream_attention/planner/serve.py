@@ -13,11 +13,12 @@ from stream_attention.core.device import device_facts
 from stream_attention.core.info import AttentionInfo
 from stream_attention.core.registry import Registry, default_registry
 from stream_attention.core.tile_plan import AttentionTilePlan
-from stream_attention.planner.dispatch import ById, Ranking, Rankings, build, home_of
+from stream_attention.planner.dispatch import build, home_of
 from stream_attention.planner.engine import checked
 from stream_attention.planner.modes import DEFAULT_MODE, PolicyIdentity, decide_with
 from stream_attention.planner.plan import is_inference
 from stream_attention.planner.plan_cache import PlanCache, plan_key
+from stream_attention.planner.ranking import ById, Ranking, Rankings
 
 Served = tuple[torch.Tensor, torch.Tensor | None, AttentionInfo]
 

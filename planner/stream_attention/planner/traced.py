@@ -21,9 +21,10 @@ from stream_attention.core.info import AT_RUN_TIME, AttentionInfo
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import default_registry
 from stream_attention.core.tile_plan import AttentionTilePlan
-from stream_attention.planner.dispatch import slower, unsupported, why_chosen
+from stream_attention.planner.dispatch import unsupported
 from stream_attention.planner.modes import PolicyIdentity, canonical_mode, decide
 from stream_attention.planner.ops import attention_op, attention_out_op, cache_of
+from stream_attention.planner.reasons import slower, state_of, why_chosen
 from stream_attention.planner.serve import RANKINGS
 from stream_attention.planner.traced_checks import (
     bounded,
@@ -306,7 +307,7 @@ def _rank_traced(
         if reason is not None:
             refused.append(Rejection(chosen.record.route, (reason,)))
             continue
-        why = why_chosen(chosen, ranking.candidates, place)
+        why = why_chosen(chosen, ranking, place)
         lost = (*refused, *slower(ranking.candidates[place + 1 :], chosen))
         return AttentionInfo(
             backend_used=chosen.record.backend,
@@ -336,7 +337,7 @@ def _info_at_run_time(
         asked = dataclasses.replace(problem, max_qo_len=longest, phase=phase)
         ranking = RANKINGS.rank(asked, facts, default_registry())
         for candidate in ranking.candidates:
-            line = f"{candidate.record.route}: legal, estimated at {candidate.estimate_us:.1f} us"
+            line = f"{candidate.record.route}: {state_of(candidate)}"
             found.setdefault(line, []).append(longest)
         for rejection in ranking.rejections:
             found.setdefault(str(rejection), []).append(longest)

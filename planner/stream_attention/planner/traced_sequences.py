@@ -21,8 +21,10 @@ from stream_attention.core.info import AttentionInfo
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord, default_registry
 from stream_attention.planner.differentiable import forms_of, prefill_problem, train_problem
-from stream_attention.planner.dispatch import Ranking, rank, slower, unsupported, why_chosen
+from stream_attention.planner.dispatch import unsupported
 from stream_attention.planner.modes import PolicyIdentity, decide
+from stream_attention.planner.ranking import Ranking, rank
+from stream_attention.planner.reasons import slower, why_chosen
 from stream_attention.planner.traced import call_traced, sizes_of
 from stream_attention.planner.traced_checks import check_gradients, check_kinds, settled
 
@@ -268,7 +270,7 @@ def _decide(
     if place >= len(ranking.candidates):
         raise unsupported(problem, facts, list(rejections))
     chosen = ranking.candidates[place]
-    why = why_chosen(chosen, ranking.candidates, place)
+    why = why_chosen(chosen, ranking, place)
     lost = (*rejections, *slower(ranking.candidates[place + 1 :], chosen))
     info = AttentionInfo(
         backend_used=chosen.record.backend,

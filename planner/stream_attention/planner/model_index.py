@@ -1,0 +1,161 @@
+"""Models ready to be asked at plan time: estimates of a problem, and whether it was measured there.
+
+A problem is inside of a model's measured range where the family agrees, each feature of its place
+is within the model's ranges, and a measured cell is near. An empty corner of the box is outside.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from stream_attention.core.problem import AttentionProblem
+from stream_attention.planner.cost_model import (
+    EXACT_PLACE,
+    NEAR_OCTAVES,
+    PLACE,
+    RouteModel,
+    family_of,
+    features_of,
+)
+from stream_attention.planner.evidence import ROLES
+
+NUM_ROWS = 3
+"""Rows that an estimate names."""
+
+
+class RouteEstimate(NamedTuple):
+    """A route's time for a problem; a tuple, as one is made for each route of each plan.
+
+    inside: among what was measured, else `why_outside` says.
+
+    rows: ids of the measured rows near it, nearest first, `NUM_ROWS` at most; `()` when outside.
+    """
+
+    route: str
+    role: str
+    us: float
+    inside: bool
+    rows: tuple[str, ...] = ()
+    why_outside: str = ""
+
+
+class ModelIndex:
+    """Models by family; of each family the measured places once, in order of their bytes."""
+
+    def __init__(self, models: Sequence[RouteModel]) -> None:
+        by_family: dict[str, list[RouteModel]] = {}
+        for model in models:
+            by_family.setdefault(model.family, []).append(model)
+        self._families = {name: _Family(each) for name, each in by_family.items()}
+
+    def lookup(self, problem: AttentionProblem) -> tuple[RouteEstimate, ...]:
+        """An estimate a model of the problem's family, fastest first, ties by role and name."""
+        family = self._families.get(family_of(problem))
+        return family.estimates(features_of(problem)) if family is not None else ()
+
+
+class _Family:
+    """Models of one family, and their places: octaves of `PLACE`, by `EXACT_PLACE`."""
+
+    __slots__ = ("_limits", "_models", "_near_exact", "_terms")
+
+    def __init__(self, models: Sequence[RouteModel]) -> None:
+        ordered = sorted(models, key=lambda m: (ROLES.index(m.role), m.route))
+        limits = {_limits_of(model): None for model in ordered}
+        self._limits = tuple(limits)
+        # Models of routes that were measured on the same cells share their limits: checked once.
+        self._models = [(model, list(limits).index(_limits_of(model))) for model in ordered]
+        self._terms = {model.features for model in ordered}
+        rows: dict[tuple[float, ...], dict[str, list[str]]] = {}
+        for model in ordered:
+            for point in sorted(model.points, key=lambda p: (p.cell, p.row)):
+                of_route = rows.setdefault(point.features, {})
+                of_route.setdefault(model.route, []).append(point.row)
+        by_exact: dict[tuple[float, ...], list[_Place]] = {}
+        for at, of_route in rows.items():
+            octaves = tuple(map(_octaves, at[: len(PLACE)]))
+            by_exact.setdefault(at[len(PLACE) :], []).append((octaves, of_route))
+        self._near_exact = {exact: _Places(places) for exact, places in by_exact.items()}
+
+    def estimates(self, features: Mapping[str, float]) -> tuple[RouteEstimate, ...]:
+        place = tuple([features[name] for name in _PLACES])
+        terms = {names: [features[name] for name in names] for names in self._terms}
+        # Loops over `us(features)` and over ranges would take longer than all else.
+        within = [
+            all(map(operator.le, lows, place)) and all(map(operator.le, place, highs))
+            for lows, highs in self._limits
+        ]
+        places = self._near_exact.get(place[len(PLACE) :])
+        near = places.near(place[: len(PLACE)]) if places is not None else []
+        found = []
+        for model, limits in self._models:
+            route = model.route
+            rows: tuple[str, ...] = ()
+            if within[limits]:
+                rows = tuple([row for each in near if route in each for row in each[route]])
+                why = "" if rows else _NOTHING_NEAR
+            else:
+                why = _why_outside(model, features)
+            us = sum(map(operator.mul, model.coefficients, terms[model.features]))
+            found.append(RouteEstimate(route, model.role, us, not why, rows[:NUM_ROWS], why))
+        found.sort(key=_us)  # stable: ties stay in the order of the models
+        return tuple(found)
+
+
+_Place = tuple[tuple[float, ...], dict[str, list[str]]]
+
+
+class _Places:
+    """Octaves of `PLACE` with rows by route, in order of the first."""
+
+    __slots__ = ("_first", "_places")
+
+    def __init__(self, places: Sequence[_Place]) -> None:
+        self._places = sorted(places, key=lambda each: each[0])
+        self._first = [octaves[0] for octaves, _ in self._places]
+
+    def near(self, at: Sequence[float]) -> list[dict[str, list[str]]]:
+        """Rows by route of the places that are near, nearest first."""
+        octaves = list(map(_octaves, at))
+        first = bisect.bisect_left(self._first, octaves[0] - NEAR_OCTAVES)
+        last = bisect.bisect_right(self._first, octaves[0] + NEAR_OCTAVES)
+        near = []
+        for place, of_route in self._places[first:last]:
+            distance = 0.0
+            for here, there in zip(octaves, place, strict=True):
+                apart = abs(here - there)
+                if apart > NEAR_OCTAVES:
+                    break
+                distance += apart
+            else:
+                near.append((distance, of_route))
+        near.sort(key=operator.itemgetter(0))  # stable: ties stay in the order of the places
+        return [of_route for _, of_route in near]
+
+
+def _limits_of(model: RouteModel) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    return tuple(each.low for each in model.ranges), tuple(each.high for each in model.ranges)
+
+
+def _why_outside(model: RouteModel, features: Mapping[str, float]) -> str:
+    """Every feature that is out of the model's ranges."""
+    return "; ".join(
+        f"{each.feature}={features[each.feature]:.0f}: measured {each.low:.0f} to {each.high:.0f}"
+        for each in model.ranges
+        if not each.low <= features[each.feature] <= each.high
+    )
+
+
+def _octaves(value: float) -> float:
+    return math.log2(max(value, 1.0))
+
+
+_PLACES = PLACE + EXACT_PLACE
+_us = operator.attrgetter("us")
+_NOTHING_NEAR = (
+    f"within the measured ranges, but no measurement is within a factor of {2**NEAR_OCTAVES:.0f}"
+)

@@ -1,0 +1,167 @@
+"""The command: whole files, a summary that leaves nothing out, errors that name the file."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from stream_attention.planner import cell_requests
+from stream_attention.planner.cell_requests import CellRequest
+from stream_attention.planner.compile_phase_db import UNUSABLE, main
+from stream_attention.planner.evidence_store import EvidenceStore
+from stream_attention.planner.evidence_testing import (
+    good_cell,
+    good_pair,
+    good_row,
+    good_samples,
+    lost_row,
+)
+from stream_attention.planner.phase_db import load
+
+CELLS = [good_cell((1024 << n,) * 4) for n in range(6)]
+REQUESTS = [
+    CellRequest(cell=cell, name=f"cell {n}", baselines=("flashinfer_xqa",), weight=n + 1.0)
+    for n, cell in enumerate(CELLS)
+]
+FILES = ["sm100.json", "sm80.json", "sm90.json"]
+
+
+def rows():
+    for n, cell in enumerate(CELLS[:5]):
+        yield good_row(cell, "sm90_decode", 10.0 + n)
+        yield good_row(cell, "triton", 14.0 + n)
+        yield good_row(cell, "flashinfer_xqa", 12.0 + n)
+        yield good_pair(cell, "sm90_decode", "flashinfer_xqa", 0.9)
+    yield lost_row(CELLS[5], "sm90_decode", "failed", "out of memory")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    store = EvidenceStore(tmp_path / "evidence")
+    store.append(rows())
+    store.append([good_row(CELLS[5], "triton", timing=good_samples(method="host"))])
+    store.append([good_row(CELLS[0], "sm80_decode", arch="sm_80")])
+    (tmp_path / "cells.json").write_text(cell_requests.dumps(REQUESTS))
+    (tmp_path / "out").mkdir()
+    return tmp_path
+
+
+def arguments(folder, *more):
+    evidence, cells, out = (str(folder / name) for name in ("evidence", "cells.json", "out"))
+    return [evidence, f"--cells={cells}", f"--output_dir={out}", *more]
+
+
+def test_the_command_writes_a_database_an_architecture_and_says_what_it_decided(folders):
+    done = subprocess.run(
+        [sys.executable, "-m", "stream_attention.planner.compile_phase_db", *arguments(folders)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(os.listdir(folders / "out")) == FILES
+    database = load(folders / "out" / "sm90.json")
+    assert [each.status for each in database.cells] == ["native"] * 5 + ["unresolved"]
+    assert database.evidence == tuple(
+        each for each in EvidenceStore(folders / "evidence").files() if "sm_90" in each[0]
+    )
+    assert len(database.evidence) == 2
+    for words in (
+        "sm_90 (Device of sm_90): 6 cells: 5 native, 0 portable, 0 external, 1 unresolved",
+        "cell 0: sm90_decode: sm90_decode beats flashinfer_xqa (ratio 0.9000",
+        "cell 5: unresolved",
+        "missing: outcome of flashinfer_xqa, correct contender",
+        "sm90_decode failed",
+        "(triton): method: ",
+        "model sm90_decode, ",
+        "regret among ours: calibration: 0.00% over",
+        "hold-out: ",
+        "leave one out: 0.00% over 5 cells",
+        "sm_100 (no evidence): 6 cells: 0 native, 0 portable, 0 external, 6 unresolved",
+    ):
+        assert words in done.stdout, words
+
+
+def test_the_same_evidence_gives_the_same_bytes(folders, capsys):
+    out = folders / "out"
+    assert main(arguments(folders)) == 0
+    first = {name: (out / name).read_bytes() for name in FILES}
+    assert main(arguments(folders)) == 0
+    assert {name: (out / name).read_bytes() for name in FILES} == first
+    (folders / "other").mkdir()
+    again = EvidenceStore(folders / "again")
+    for row in reversed(EvidenceStore(folders / "evidence").rows()):
+        again.append([row])
+    other = arguments(folders)
+    other[0], other[2] = str(folders / "again"), f"--output_dir={folders / 'other'}"
+    assert main(other) == 0
+    for name in FILES:  # but for the names of the files that the rows are in
+        one, two = (load(folder / name) for folder in (out, folders / "other"))
+        assert (one.cells, one.models, one.refused) == (two.cells, two.models, two.refused)
+        assert (one.own_regret, one.all_regret) == (two.own_regret, two.all_regret)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda path: (path / "cells.json").unlink(), "No such file"),
+        (lambda path: (path / "cells.json").write_text("{"), "cells.json: is no JSON"),
+        (lambda path: (path / "cells.json").write_text("[]"), "schema=None"),
+        (lambda path: (path / "out").rmdir(), "--output_dir="),
+        (lambda path: (path / "evidence" / "sm_90-x.jsonl").write_text("{}"), "sm_90-x.jsonl"),
+        (
+            lambda path: EvidenceStore(path / "evidence").append(
+                [good_row(CELLS[0], "sm90_decode", commit="f" * 40)]
+            ),
+            "mixed_commits",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_said_and_nothing_is_written(folders, capsys, spoil, words):
+    spoil(folders)
+    assert main(arguments(folders)) == UNUSABLE
+    assert words in capsys.readouterr().err
+    assert not (folders / "out").exists() or os.listdir(folders / "out") == []
+
+
+def test_rows_of_one_source_can_be_asked_for(folders, capsys):
+    other = good_row(CELLS[0], "sm90_decode", 90.0, commit="f" * 40)
+    EvidenceStore(folders / "evidence").append([other])
+    assert main(arguments(folders, f"--commit={good_row().commit}")) == 0
+    assert f"refused {other.id} (sm90_decode): other_commit" in capsys.readouterr().out
+    assert load(folders / "out" / "sm90.json").commit == good_row().commit
+
+
+def test_requests_are_read_back():
+    requests = (
+        *REQUESTS,
+        CellRequest(
+            cell=good_cell((7,)), name="all", baselines=(), routes=("triton",), tie_margin=0.0
+        ),
+    )
+    assert cell_requests.loads(cell_requests.dumps(requests)) == requests
+    assert cell_requests.loads(cell_requests.dumps([])) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"name": ""}, "name=''"),
+        ({"weight": 0}, "must be a number > 0"),
+        ({"weight": True}, "weight"),
+        ({"tie_margin": 0.5}, "must be a number in 0..0.1"),
+        ({"baselines": ["a", "a"]}, "each once"),
+        ({"routes": ["flashinfer_xqa"]}, "none of them a baseline"),
+        ({"speed": 1}, "speed=1: is no key of it"),
+        ({"cell": {}}, "cell"),
+    ],
+)
+def test_requests_that_are_wrong_are_all_named(changes, words):
+    plain = json.loads(cell_requests.dumps(REQUESTS[:2]))
+    plain["cells"][1].update(changes)
+    with pytest.raises(ValueError, match=r"mine\.json: 1 bad cells\n  cells\[1\]: ") as raised:
+        cell_requests.loads(json.dumps(plain), "mine.json")
+    assert words in str(raised.value)

@@ -1,0 +1,167 @@
+"""Inside and outside of what was measured, and the estimates: scenarios that mutants fail."""
+
+import dataclasses
+import timeit
+import types
+
+import pytest
+
+from stream_attention.core.testing.mutants import survivors
+from stream_attention.planner import model_index
+from stream_attention.planner.cost_model import Measured, fit
+from stream_attention.planner.evidence_testing import good_cell
+
+
+def cell(batch=4, tokens=4096, **changes):
+    return good_cell((tokens,) * batch, **changes)
+
+
+MEASURED = [(1, 4096), (4, 4096), (64, 4096), (4, 16384), (64, 16384)]
+WIDE = {"head_dim_qk": 256, "head_dim_vo": 256}
+
+
+def model(route="sm90_decode", role="native", us=1.0, cells=None, prefix="row"):
+    found = [cell(*each) for each in MEASURED] if cells is None else cells
+    measured = [
+        Measured(each, f"{prefix}{index}", us * (3 + each.kv_tokens / 1000))
+        for index, each in enumerate(found)
+    ]
+    return fit(route, role, measured)
+
+
+def one(module, cell, models=None):
+    (found,) = module.ModelIndex(models or [model()]).lookup(cell.problem)
+    return found
+
+
+def a_measured_cell_is_inside_and_names_its_row(index):
+    for number, each in enumerate(MEASURED):
+        found = one(index, cell(*each))
+        assert found.inside and found.why_outside == "", each
+        assert found.rows[0] == f"row{number}"
+        assert found.us == pytest.approx(3 + each[0] * each[1] / 1000, rel=0.05)
+        assert (found.route, found.role) == ("sm90_decode", "native")
+
+
+def a_factor_of_two_is_near_and_more_is_not(index):
+    near = one(index, cell(8, 4096))
+    assert near.inside and near.rows == ("row1",)
+    assert one(index, cell(128 // 4, 4096)).inside
+    assert one(index, cell(4, 8192)).rows == ("row1", "row3")
+    between = one(index, cell(12, 4096))
+    assert not between.inside and between.rows == ()
+    assert "no measurement is within a factor of 2" in between.why_outside
+    assert "nothing of another" not in between.why_outside
+
+
+def an_empty_corner_of_the_box_is_outside(index):
+    corner = one(index, cell(1, 16384))
+    assert not corner.inside and "within the measured ranges" in corner.why_outside
+
+
+def beyond_a_range_it_is_outside_however_near(index):
+    for beyond, feature, words in (
+        (cell(65, 16384), "batch", "measured 1 to 64"),
+        (cell(4, 4080), "longest", "measured 4096 to 16384"),
+        (cell(4, 4096, num_qo_heads=64), "item_rows", "item_rows=8: measured 4 to 4"),
+    ):
+        found = one(index, beyond)
+        assert not found.inside and found.rows == ()
+        assert feature in found.why_outside and words in found.why_outside
+        assert "page_size" not in found.why_outside
+
+
+def ends_of_a_range_are_inside(index):
+    assert one(index, cell(1, 4096)).inside and one(index, cell(64, 16384)).inside
+
+
+def head_dims_and_layout_must_be_those_of_a_measured_cell(index):
+    both = [model(cells=[cell(*each) for each in MEASURED] + [cell(64, 16384, **WIDE)])]
+    assert one(index, cell(64, 16384, **WIDE), both).rows == ("row5",)
+    assert one(index, cell(64, 16384), both).rows == ("row4",)
+    assert not one(index, cell(4, 4096, head_dim_qk=192, head_dim_vo=192), both).inside
+    mixed = [model(cells=[cell(*each) for each in MEASURED] + [cell(64, 16384, layout="HND")])]
+    assert not one(index, cell(4, 4096, layout="HND"), mixed).inside
+    assert one(index, cell(64, 16384, layout="HND"), mixed).inside
+
+
+def the_nearest_rows_come_first_and_are_few(index):
+    cells = [cell(batch, tokens) for batch in (4, 5, 6, 7, 8) for tokens in (4096, 8192)]
+    found = one(index, cell(6, 4096), [model(cells=cells)])
+    assert len(found.rows) == 3 and found.rows[0] == "row4"
+    assert set(found.rows[1:]) == {"row2", "row6"}
+    # Two octaves in sum are farther than one, whatever the largest of them is.
+    cells = [cell(4, 8192), cell(8, 4096), cell(5, 8192), cell(16, 16384), cell(2, 2048)]
+    assert one(index, cell(5, 4096), [model(cells=cells)]).rows[0] == "row1"
+
+
+def the_fastest_comes_first_and_ties_go_by_role_and_name(index):
+    models = [
+        model("torch", "portable", 1.0),
+        model("flashinfer_xqa", "external", 0.5),
+        model("sm90_b", "native", 1.0),
+        model("sm90_a", "native", 1.0),
+        model("flashinfer_fa3", "external", 1.0),
+    ]
+    for order in (models, models[::-1]):
+        found = index.ModelIndex(order).lookup(cell().problem)
+        assert [each.route for each in found] == [
+            *("flashinfer_xqa", "sm90_a", "sm90_b", "torch"),
+            "flashinfer_fa3",
+        ]
+
+
+def another_family_has_no_estimate(index):
+    assert index.ModelIndex([model()]).lookup(cell(batch_invariant=True).problem) == ()
+    assert index.ModelIndex([]).lookup(cell().problem) == ()
+
+
+def each_route_is_near_its_own_rows_alone(index):
+    few = [cell(*each) for each in (MEASURED[0], MEASURED[2], MEASURED[4])]
+    models = [model(), model("triton", "portable", 2.0, few, "other")]
+    native, portable = index.ModelIndex(models).lookup(cell(4, 4096).problem)
+    assert native.inside and native.rows == ("row1",)
+    assert not portable.inside and portable.rows == ()
+    native, portable = index.ModelIndex(models).lookup(cell(1, 4096).problem)
+    assert (native.rows, portable.rows) == (("row0",), ("other0",))
+
+
+SCENARIOS = [
+    each
+    for each in list(globals().values())
+    if isinstance(each, types.FunctionType) and each.__code__.co_varnames[:1] == ("index",)
+]
+EQUIVALENT = {
+    "0.0": "an offset of all distances",
+    "1.0": "only an empty cell has a size below 1, and it has no time to be fitted",
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
+def test_rule(scenario):
+    scenario(model_index)
+
+
+def test_every_mutant_is_noticed():
+    alive, num_mutants = survivors(model_index, SCENARIOS, EQUIVALENT)
+    assert num_mutants >= 15
+    assert not alive
+
+
+def test_a_lookup_costs_a_plan_little():
+    roles = ["native", "portable", *["external"] * 4]
+    cells = [cell(b, t) for b in (1, 2, 4, 8, 16, 32, 64) for t in (1024, 4096, 16384, 65536)]
+    index = model_index.ModelIndex(
+        [model(f"{role}{n}", role, n + 1.0, cells) for n, role in enumerate(roles)]
+    )
+    problem = cell(4, 8192).problem
+    assert all(each.inside for each in index.lookup(problem))
+    best = min(timeit.repeat(lambda: index.lookup(problem), number=200, repeat=7)) / 200
+    # 20 us on a core alone; the bound leaves room for a machine that is shared.
+    assert best < 60e-6
+
+
+def test_models_are_not_asked_of_capacity_zero():
+    empty = dataclasses.replace(cell().problem, kv_capacity=0)
+    (found,) = model_index.ModelIndex([model()]).lookup(empty)
+    assert not found.inside and found.us > 0
