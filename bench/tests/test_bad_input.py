@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from stream_attention.bench import pools, results, timing
-from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.cases import AttentionCase
 from stream_attention.bench.lengths import Lengths, parse_lengths, uniform
 
 CPU = torch.device("cpu")
 
 
 def case(**fields):
-    return DecodeCase(**{"batch": 2, "lengths": uniform(64), **fields})
+    return AttentionCase(**{"batch": 2, "lengths": uniform(64), **fields})
 
 
 BAD = {
@@ -104,7 +104,7 @@ def test_bad_input_is_a_value_error_that_teaches(name):
 )
 def test_a_case_beyond_all_memory_gets_a_suggestion_that_holds_tokens(monkeypatch, have, nearest):
     monkeypatch.setattr(pools, "available_bytes", lambda device: have)
-    huge = DecodeCase(batch=100_000, lengths=uniform(2**31 - 1))
+    huge = AttentionCase(batch=100_000, lengths=uniform(2**31 - 1))
     with pytest.raises(pools.NotEnoughMemory) as caught:
         pools.check_memory(huge, CPU, 2)
     found = re.search(nearest, str(caught.value))

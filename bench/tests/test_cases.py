@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from stream_attention.bench.cases import FP8, SUITES, DecodeCase, default_suite
-from stream_attention.bench.formulas import MIB
+from stream_attention.bench.cases import FP8, AttentionCase
 from stream_attention.bench.lengths import Lengths, parse_lengths, uniform
+from stream_attention.bench.suites import SUITES, default_suite
+from stream_attention.core.formulas import MIB
 
 # (batch, tokens, heads, dim, layout) → MiB of KV of each shape.
 TABLE_MIB = [16, 128, 256, 2048, 2048, 512, 32, 256, 1024, 16, 64, 128, 512, 16, 128, 8, 64, 256]
@@ -20,13 +21,17 @@ TABLE_MIB = [16, 128, 256, 2048, 2048, 512, 32, 256, 1024, 16, 64, 128, 512, 16,
         ("skewed", 3, (65536, 512, 512)),
         ("skewed:9:2", 2, (9, 2)),
         ("range:5:5:1", 2, (5, 5)),
+        ("mixed:2:9:1:0:0", 4, (9, 9, 1, 1)),
+        ("mixed:2:9:1:0:0", 2, (9, 9)),
     ],
 )
 def test_lengths_draw_what_they_say(text, batch, lengths):
     assert parse_lengths(text).draw(batch) == lengths
 
 
-@pytest.mark.parametrize("text", ["4096", "3,0,7", "skewed", "skewed:9:2", "lognormal:100:0.5:3"])
+@pytest.mark.parametrize(
+    "text", ["4096", "3,0,7", "skewed", "skewed:9:2", "lognormal:100:0.5:3", "mixed:2:9:4:0.5:3"]
+)
 def test_lengths_print_as_they_are_written(text):
     assert str(parse_lengths(text)) == text
 
@@ -45,7 +50,7 @@ def test_range_stays_in_its_bounds():
 
 
 def test_a_long_distribution_keeps_its_name():
-    case = DecodeCase(batch=1, lengths=parse_lengths("lognormal:2147483647:1.25:7"))
+    case = AttentionCase(batch=1, lengths=parse_lengths("lognormal:2147483647:1.25:7"))
     assert "lognormal:2147483647:1.25:7" in case.name
 
 
@@ -73,7 +78,7 @@ def test_bad_lengths_name_rule_and_nearest(text, message):
 
 def test_a_list_must_fit_the_batch():
     with pytest.raises(ValueError, match=r"lengths=1,2: has 2 values.*batch=3; use --batch=2"):
-        DecodeCase(batch=3, lengths=parse_lengths("1,2"))
+        AttentionCase(batch=3, lengths=parse_lengths("1,2"))
 
 
 def test_performance_suite_has_the_stated_bytes():
@@ -164,7 +169,7 @@ def test_invariant_suite_puts_each_case_beside_its_promise():
 
 
 def test_kv_dtype_sets_the_bytes_of_k_and_v_alone():
-    plain = DecodeCase(batch=2, lengths=uniform(64))
+    plain = AttentionCase(batch=2, lengths=uniform(64))
     fp8 = dataclasses.replace(plain, kv_dtype="float8_e4m3fn")
     assert (plain.stored_dtype, fp8.stored_dtype) == ("bfloat16", "float8_e4m3fn")
     assert fp8.kv_bytes * 2 == plain.kv_bytes
@@ -173,14 +178,14 @@ def test_kv_dtype_sets_the_bytes_of_k_and_v_alone():
 
 
 def test_capacity_is_whole_pages_and_a_contiguous_cache_has_no_table():
-    case = DecodeCase(batch=2, lengths=uniform(65))
+    case = AttentionCase(batch=2, lengths=uniform(65))
     assert (case.max_tokens, case.max_pages) == (80, 5)
     wide = dataclasses.replace(case, capacity=160)
     assert (wide.max_tokens, wide.max_pages) == (160, 10)
     row = dataclasses.replace(wide, cache="contiguous")
     assert (row.max_tokens, row.max_pages) == (160, 1)
     assert wide.moved_bytes - row.moved_bytes == 4 * 2 * 5  # five page ids a request
-    assert DecodeCase(batch=1, lengths=uniform(0), page_size=8).max_tokens == 8
+    assert AttentionCase(batch=1, lengths=uniform(0), page_size=8).max_tokens == 8
 
 
 @pytest.mark.parametrize(
@@ -202,7 +207,7 @@ def test_capacity_is_whole_pages_and_a_contiguous_cache_has_no_table():
 )
 def test_a_bad_form_of_the_cache_names_rule_and_nearest(fields, message):
     with pytest.raises(ValueError, match=message):
-        DecodeCase(batch=1, lengths=uniform(40), **fields)
+        AttentionCase(batch=1, lengths=uniform(40), **fields)
 
 
 def test_default_suites_exist():
@@ -211,17 +216,59 @@ def test_default_suites_exist():
 
 
 def test_case_repr_evaluates_back():
-    case = DecodeCase(
+    case = AttentionCase(
         batch=2, lengths=uniform(5), layout="HND", cache="contiguous", capacity=16, kv_dtype=FP8
     )
-    assert eval(repr(case), {"DecodeCase": DecodeCase, "Lengths": Lengths}) == case
+    assert eval(repr(case), {"AttentionCase": AttentionCase, "Lengths": Lengths}) == case
 
 
 def test_bad_case_reports_every_rule():
     with pytest.raises(ValueError, match="4 faults") as caught:
-        DecodeCase(batch=0, lengths=uniform(4), num_qo_heads=30, head_dim=513, dtype="float64")
+        AttentionCase(batch=0, lengths=uniform(4), num_qo_heads=30, head_dim=513, dtype="float64")
     text = str(caught.value)
     assert "batch=0: must be an int >= 1; use 1" in text
     assert "must be a multiple of num_kv_heads; use 24" in text
     assert "head_dim=513: must be an int in 1..512; use 512" in text
     assert "dtype='float64': must be one of" in text
+
+
+def test_mixed_suite_has_the_stated_bytes_and_chunks():
+    assert mib("mixed") == pytest.approx([1177, 1162], rel=5e-4)
+    first, second = SUITES["mixed"]
+    assert (first.kv_lens[0], first.q_lens) == (6144 + 2048, (2048, *(1,) * 63))
+    assert (second.kv_lens[:4], second.q_lens) == ((2048 + 512,) * 4, (*(512,) * 4, *(1,) * 60))
+    for case in SUITES["mixed"]:
+        assert (case.num_qo_heads, case.num_kv_heads, case.head_dim) == (32, 8, 128)
+        assert (case.layout, case.page_size, case.causal) == ("NHD", 16, True)
+
+
+def test_the_split_suite_holds_the_parts_of_the_mixed_one():
+    parts = SUITES["mixed_split"]
+    for whole, chunks, decodes in zip(SUITES["mixed"], parts[::2], parts[1::2], strict=True):
+        assert chunks.kv_lens + decodes.kv_lens == whole.kv_lens
+        assert chunks.q_lens + decodes.q_lens == whole.q_lens
+
+
+def test_micro_prefill_suite_has_the_stated_bytes_and_queries():
+    assert mib("micro_prefill") == [16] * 6 + [256] * 3
+    cases = SUITES["micro_prefill"]
+    assert [case.q_len for case in cases] == [2, 4, 8, 16, 32, 64, 4, 16, 64]
+
+
+def test_prefill_suite_is_contiguous_and_whole():
+    shapes = [
+        (c.batch, c.q_len, c.num_qo_heads, c.num_kv_heads, c.head_dim, c.causal)
+        for c in SUITES["prefill"]
+    ]
+    assert shapes == [
+        (1, 4096, 32, 8, 128, True),
+        (1, 16384, 32, 8, 128, True),
+        (4, 4096, 32, 8, 128, True),
+        (1, 8192, 32, 8, 128, False),
+        (1, 8192, 16, 2, 128, True),
+        (2, 8192, 16, 16, 64, True),
+        (1, 8192, 16, 4, 256, True),
+        (1, 1024, 32, 8, 128, True),
+    ]
+    for case in SUITES["prefill"]:
+        assert case.contiguous and case.kv_lens == case.q_lens and case.max_tokens == case.q_len

@@ -9,24 +9,20 @@ import torch
 
 from stream_attention.bench import contenders as contenders_lib
 from stream_attention.bench import pools, routes, runner
-from stream_attention.bench.cases import FP8, DecodeCase
+from stream_attention.bench.cases import FP8, AttentionCase
 from stream_attention.bench.check import Check, worst
 from stream_attention.bench.contenders import Contender, PeerRegistry, Work, choose, peer
 from stream_attention.bench.floor import ReadCurve, ReadPoint
 from stream_attention.bench.lengths import parse_lengths, uniform
-from stream_attention.bench.pools import build_pool
 from stream_attention.core import oracle
 from stream_attention.core.backend_plan import AttentionBackendPlan
-from stream_attention.core.describe import describe
 from stream_attention.core.errors import UnsupportedProblem
 from stream_attention.core.registry import AttentionRecord, CapabilityRule, Registry
 
 CPU = torch.device("cpu")
 CURVE = ReadCurve((ReadPoint(1, 1.0, "sum"),), "cpu_cold")
 SETTINGS = runner.Settings(replays=5, cold=False, max_seconds=0.2)
-ALL_FIVE = {"fa2_cuda_core", "fa2_tensor_core", "cudnn", "xqa", "holistic"}
-KV_AS_Q = {"cudnn", "holistic"}
-CASE = DecodeCase(
+CASE = AttentionCase(
     batch=3,
     lengths=parse_lengths("37,16,1"),
     num_qo_heads=4,
@@ -180,19 +176,21 @@ def test_the_worst_verdict_counts():
     "case",
     [
         CASE,
-        DecodeCase(batch=2, lengths=uniform(24), layout="HND", head_dim=8, dtype="float32"),
-        DecodeCase(batch=3, lengths=parse_lengths("90,80,75"), head_dim=8, dtype="float32"),
-        DecodeCase(batch=2, lengths=parse_lengths("20,9"), head_dim=8, q_len=3, dtype="float32"),
-        DecodeCase(batch=2, lengths=uniform(8), num_qo_heads=2, num_kv_heads=2, dtype="bfloat16"),
-        DecodeCase(batch=2, lengths=uniform(24), head_dim=16, cache="contiguous", capacity=48),
-        DecodeCase(
+        AttentionCase(batch=2, lengths=uniform(24), layout="HND", head_dim=8, dtype="float32"),
+        AttentionCase(batch=3, lengths=parse_lengths("90,80,75"), head_dim=8, dtype="float32"),
+        AttentionCase(batch=2, lengths=parse_lengths("20,9"), head_dim=8, q_len=3, dtype="float32"),
+        AttentionCase(
+            batch=2, lengths=uniform(8), num_qo_heads=2, num_kv_heads=2, dtype="bfloat16"
+        ),
+        AttentionCase(batch=2, lengths=uniform(24), head_dim=16, cache="contiguous", capacity=48),
+        AttentionCase(
             batch=3, lengths=parse_lengths("90,80,3"), head_dim=8, cache="contiguous", layout="HND"
         ),
-        DecodeCase(batch=2, lengths=parse_lengths("40,39"), head_dim=16, kv_dtype=FP8),
-        DecodeCase(
+        AttentionCase(batch=2, lengths=parse_lengths("40,39"), head_dim=16, kv_dtype=FP8),
+        AttentionCase(
             batch=2, lengths=uniform(40), head_dim=16, kv_dtype=FP8, cache="contiguous", q_len=2
         ),
-        DecodeCase(batch=2, lengths=uniform(40), head_dim=16, capacity=4096, layout="HND"),
+        AttentionCase(batch=2, lengths=uniform(40), head_dim=16, capacity=4096, layout="HND"),
     ],
     ids=lambda case: case.name.replace(" ", "-"),
 )
@@ -206,42 +204,9 @@ def test_gather_and_sdpa_agree_with_the_oracle(case, name):
 
 
 def test_sdpa_says_that_it_cannot_serve_an_empty_request():
-    case = DecodeCase(batch=2, lengths=parse_lengths("4,0"), dtype="float32")
+    case = AttentionCase(batch=2, lengths=parse_lengths("4,0"), dtype="float32")
     row = row_of(contenders_lib.load_peers().peers["sdpa_gather"], case)
     assert row.outcome == "unsupported" and "use lengths >= 1" in row.reasons[0]
-
-
-def test_flashinfer_gives_its_reasons_where_it_cannot_run():
-    peers = contenders_lib.load_peers().peers
-    names = [name for name in peers if name.startswith("flashinfer_")]
-    assert len(names) == 5
-    for name in names:
-        row = row_of(peers[name])
-        assert row.outcome == "unsupported"
-        assert any("needs CUDA" in reason for reason in row.reasons)
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason", "who"),
-    [
-        ({"cache": "contiguous"}, "cache=contiguous: FlashInfer's wrappers read pages", ALL_FIVE),
-        ({"kv_dtype": FP8}, "kv_dtype=float8_e4m3fn: K and V in q's dtype only", KV_AS_Q),
-        ({"page_size": 1}, "page_size=1: one of (16, 32, 64, 128); use 16", {"xqa"}),
-        ({"page_size": 256}, "page_size=256: one of (16, 32, 64, 128); use 128", {"xqa"}),
-        ({"batch_invariant": True}, "the peer makes no such promise", ALL_FIVE),
-        ({"capacity": 4096}, "capacity", set()),
-    ],
-)
-def test_flashinfer_says_which_forms_of_a_cache_it_cannot_read(fields, reason, who):
-    case = DecodeCase(batch=2, lengths=uniform(32), **fields)
-    peers = contenders_lib.load_peers().peers
-    saying = {
-        name.removeprefix("flashinfer_")
-        for name, entry in peers.items()
-        if name.startswith("flashinfer_")
-        and any(reason in given for given in entry.reasons(case, CPU))
-    }
-    assert saying == who
 
 
 @pytest.mark.parametrize(
@@ -301,19 +266,6 @@ def test_a_routes_own_rules_are_its_reasons():
     found = {c.name: c for c in routes.route_contenders(registry)}
     row = row_of(found["echo"])
     assert row.outcome == "unsupported" and row.reasons == ("phase=decode: no; use none",)
-
-
-def test_the_problem_of_a_case_is_the_problem_described():
-    cases = (
-        CASE,
-        DecodeCase(batch=2, lengths=uniform(9), q_len=4, layout="HND"),
-        DecodeCase(batch=2, lengths=uniform(9), kv_dtype=FP8, capacity=64),
-        DecodeCase(batch=2, lengths=uniform(9), kv_dtype=FP8, cache="contiguous", layout="HND"),
-        DecodeCase(batch=2, lengths=uniform(9), cache="contiguous", capacity=1600),
-    )
-    for case in cases:
-        pool = build_pool(case, CPU, seed=0)
-        assert describe(routes.query_of(pool), pool.cache).problem == routes.problem_of(case)
 
 
 @pytest.mark.parametrize("name", ["torch", "engine"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stream_attention.bench import check, pools, runner
-from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.cases import AttentionCase
 from stream_attention.bench.contenders import Contender, Work
 from stream_attention.bench.floor import ReadCurve, ReadPoint
 from stream_attention.bench.lengths import parse_lengths
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 CURVE = ReadCurve((ReadPoint(1, 1e-3, "sum"),), "cpu_cold")
 COLD = runner.Settings(replays=4, max_seconds=0.2)
 NUM_POOLS = 4
-CASE = DecodeCase(
+CASE = AttentionCase(
     batch=3,
     lengths=parse_lengths("37,16,1"),
     num_qo_heads=4,

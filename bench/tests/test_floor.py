@@ -5,8 +5,8 @@ import torch
 
 from stream_attention.bench import floor
 from stream_attention.bench.floor import ReadCurve, ReadPoint
-from stream_attention.bench.formulas import MIB
 from stream_attention.bench.timing import Timing
+from stream_attention.core.formulas import MIB
 
 CURVE = ReadCurve(
     (ReadPoint(100, 2.0, "a"), ReadPoint(200, 3.0, "b"), ReadPoint(400, 7.0, "c")), "x"

@@ -7,7 +7,7 @@ import torch
 from absl import flags
 
 from stream_attention.bench import floor, paged_decode, results, timing
-from stream_attention.bench.formulas import MIB
+from stream_attention.core.formulas import MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -1,6 +1,7 @@
 """Host cost is measured on the engine itself, over a backend that does nothing."""
 
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -11,10 +12,12 @@ import torch
 from absl import flags
 from rich.console import Console
 
-from stream_attention.bench import host_cost, imports, report
+from stream_attention.bench import choice, host_cost, imports, report
 from stream_attention.bench.timing import Timing
 from stream_attention.core.backend_plan import AttentionBackendPlan, Rejection
+from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord, CapabilityRule
+from stream_attention.planner.testing import database_of
 
 
 def test_costs_name_what_they_measure_and_run_costs_more_than_nothing():
@@ -92,6 +95,50 @@ def test_the_native_row_times_that_route_whatever_its_estimate():
     assert launch.bar_us is checks.bar_us is None
     assert launch.timing.p50_us < checks.timing.p50_us
     assert launch.timing.p50_us < run.timing.p50_us
+
+
+def measured_problems():
+    """29, of decode steps with and without `batch_invariant`."""
+    common = dict.fromkeys(("q_dtype", "kv_dtype", "out_dtype"), "bfloat16")
+    common |= dict.fromkeys(("head_dim_qk", "head_dim_vo"), 128)
+    shapes = list(itertools.product((1, 8, 64), (1024, 4096, 16384, 65536), (2, 8), (False, True)))
+    return [
+        AttentionProblem(
+            **common,
+            batch=batch,
+            total_qo_len=batch,
+            max_qo_len=1,
+            kv_capacity=capacity,
+            num_qo_heads=4 * heads,
+            num_kv_heads=heads,
+            sm_scale=0.1,
+            batch_invariant=invariant,
+        )
+        for batch, capacity, heads, invariant in shapes[:29]
+    ]
+
+
+def test_choosing_a_route_by_evidence_costs_at_most_50_us():
+    times = {
+        route: lambda problem, each=each: each * (5 + problem.batch * problem.kv_capacity / 999)
+        for route, each in (("sm90_decode", 1.0), ("triton", 1.3), ("torch", 20.0))
+    }
+    database = database_of(measured_problems(), times, native=["sm90_decode"])
+    cost = host_cost.choice_cost(samples=25, database=database)
+    assert (cost.name, cost.bar_us) == ("choosing a route by evidence", 50.0)
+    assert cost.note == "29 cells, 6 models"
+    print(f"choosing a route: {min(cost.timing.samples_us):.1f} us at best")
+    assert min(cost.timing.samples_us) <= cost.bar_us  # the least: other processes run here too
+
+
+def test_a_choice_that_no_evidence_makes_is_missing(monkeypatch):
+    problems = measured_problems()
+    few = database_of(problems[:2], {"torch": lambda problem: 1.0})  # too few for a model
+    cost = host_cost.choice_cost(samples=1, database=few)
+    assert cost.timing is None and "no cell of the phase database of sm_90 has" in cost.missing
+    monkeypatch.setattr(choice, "shipped", lambda arch: None)
+    cost = host_cost.choice_cost(samples=1)
+    assert cost.met is None and cost.missing == "there is no phase database in the wheel"
 
 
 def test_import_time_is_of_a_fresh_process():
@@ -175,7 +222,7 @@ def test_the_program_prints_a_table_and_writes_samples(tmp_path, capsys):
     status = host_cost.main(rest, values)
     data = json.loads(path.read_text())
     costs = {cost["name"]: cost for cost in data["costs"]}
-    native = costs.pop(host_cost.NATIVE_RUN)
+    native, chosen = costs.pop(host_cost.NATIVE_RUN), costs.pop(host_cost.CHOICE)
     for part in (host_cost.NATIVE_LAUNCH, host_cost.NATIVE_CHECKS):
         assert (costs.pop(part, None) is None) == bool(native["missing"])
     assert data["schema"] == host_cost.SCHEMA and len(costs) == 6
@@ -185,6 +232,7 @@ def test_the_program_prints_a_table_and_writes_samples(tmp_path, capsys):
     assert "plan.run()" in shown
     assert (native["timing"] is None) == bool(native["missing"])
     assert native["missing"] in shown
+    assert (chosen["timing"] is None) == bool(chosen["missing"]) and chosen["missing"] in shown
     assert host_cost.SLOW_CHECK not in shown
 
 

@@ -1,182 +1,288 @@
-"""Isolated workers: rows are merged, and a crash costs only the rows that it prevented."""
+"""Isolated workers: whatever a contender does to its process costs its row and nobody else's."""
 
-import dataclasses
 import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 import time
 
 import pytest
+import torch
 
-from stream_attention.bench import isolate, results
-from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench import isolate
+from stream_attention.bench.campaign import Campaign, run_campaign
+from stream_attention.bench.cases import AttentionCase
 from stream_attention.bench.contenders import Contender
 from stream_attention.bench.floor import ReadCurve, ReadPoint
+from stream_attention.bench.isolate import Isolation, Workers
 from stream_attention.bench.lengths import uniform
-from stream_attention.bench.machine import environment
-from stream_attention.bench.results import CaseResult, Row, Run
-from stream_attention.bench.timing import Timing
+from stream_attention.bench.pairs import Pairing
+from stream_attention.bench.runner import Settings
+from stream_attention.bench.worker_process import MODULE
 
-CURVE = ReadCurve((ReadPoint(1, 7.0, "sum"),), "cpu_cold")
+CPU = torch.device("cpu")
+CURVE = ReadCurve((ReadPoint(1, 1e-3, "sum"),), "cpu_cold")
+SETTINGS = Settings(replays=3, cold=False, max_seconds=0.2, pairs=6)
 CASES = tuple(
-    DecodeCase(batch=1, lengths=uniform(tokens), dtype="float32", head_dim=8) for tokens in (8, 16)
+    AttentionCase(
+        batch=1,
+        lengths=uniform(tokens),
+        dtype="float32",
+        num_qo_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+    )
+    for tokens in (8, 24)
 )
+# What misbehaves does so on the first case, told by its 8 tokens, and serves the second.
+PEERS = """
+import atexit, os, signal, subprocess, sys, time
+from stream_attention.bench.contenders import Work, peer
+from stream_attention.bench.peers.sdpa import build_gather
+
+def at_first(act):
+    def build(case, pools, device):
+        if case.kv_lens[0] == 8:
+            act()
+        return build_gather(case, pools, device)
+    return build
+
+def garbage():
+    os.write(1, b"{not json\\n\\x00" * 5000)
+    print("more", flush=True)
+    os.write(2, b"\\xff" * 100)
+
+def leave_a_child():
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True, close_fds=False)
+    open(os.environ["CHILD_FILE"], "w").write(str(child.pid))
+
+def exit_hangs():
+    atexit.register(time.sleep, 300)
+    sys.exit("gave up")
+
+for name, act in {
+    "good": lambda: None,
+    "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "hang": lambda: time.sleep(300),
+    "garbage": garbage,
+    "leaves": lambda: (leave_a_child(), os._exit(0)),
+    "exits": exit_hangs,
+    "quits": lambda: (os.write(2, b"out of luck\\n"), os._exit(7)),
+}.items():
+    peer(name)(at_first(act))
+
+@peer("old_library")
+def build_old(case, pools, device):
+    import clashing
+    assert clashing.VERSION == 1, clashing.VERSION
+    return build_gather(case, pools, device)
+
+@peer("new_library")
+def build_new(case, pools, device):
+    import clashing
+    assert clashing.VERSION == 2, clashing.VERSION
+    return build_gather(case, pools, device)
+"""
 
 
-def contender(name, kind="peer"):
-    return Contender(name, kind, lambda case, pools, device: [])
+@pytest.fixture
+def peers(tmp_path, monkeypatch):
+    """A module of contenders that misbehave, which workers import and this process does not."""
+    (tmp_path / "isolated_peers.py").write_text(PEERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
 
 
-def worker_run(name, num_cases):
-    import torch
+def named(name):
+    return Contender(name, "peer", lambda case, pools, device: [])
 
-    row = Row(name, "peer", "ok", (), Timing((10.0, 11.0), "cpu_cold"))
-    cases = tuple(
-        CaseResult(case, case.kv_bytes, case.moved_bytes, case.flops, 1.0, 5, True, (row,))
-        for case in CASES[:num_cases]
+
+def run(names, pairing=Pairing(), **options):  # noqa: B008
+    options = {"case_seconds": 20.0, "warm_up": False, **options}
+    isolation = Isolation(modules=("isolated_peers",), **options)
+    entries = [named(name) for name in names]
+    campaign = Campaign(CASES, entries, {e.name: e for e in entries}, CPU, SETTINGS, CURVE, pairing)
+    with Workers(isolation, CPU, SETTINGS, CURVE) as workers:
+        workers.start(names, CASES)
+        *_, last = run_campaign(campaign, workers)
+    return last
+
+
+def table(state):
+    return {
+        row.contender: [c.rows[i] for c in state.cases] for i, row in enumerate(state.cases[0].rows)
+    }
+
+
+def outcomes(state):
+    return {name: [row.outcome for row in rows] for name, rows in table(state).items()}
+
+
+def gone(pid):
+    for _ in range(100):  # the kernel takes a moment
+        try:
+            stat = pathlib.Path("/proc", str(pid), "stat").read_text()
+        except OSError:
+            return True
+        if stat.rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.fixture(scope="module")
+def one_run(tmp_path_factory):
+    """All of `PEERS` on both cases, with two pairs a case; the state at the end, and a folder."""
+    folder = tmp_path_factory.mktemp("peers")
+    (folder / "isolated_peers.py").write_text(PEERS)
+    for version in (1, 2):
+        installed = folder / f"v{version}"
+        (installed / "extra").mkdir(parents=True)
+        (installed / "extra.pth").write_text("extra\n")  # as an installed package has it
+        (installed / "extra" / "clashing.py").write_text(f"VERSION = {version}\n")
+    paths = {"old": (str(folder / "v1"),), "new_library": (str(folder / "v2"),)}
+    names = ["crash", "good", "quits", "garbage", "exits", "hang", "leaves"]
+    names += ["old_library", "new_library"]
+    pairing = Pairing((("good", "new_library"), ("good", "crash")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setenv("CHILD_FILE", str(folder / "child"))
+        return run(names, pairing, paths=paths, case_seconds=8.0), folder
+
+
+def test_what_a_contender_does_to_its_process_costs_one_row(one_run):
+    state, _ = one_run
+    lost, served = ["failed", "ok"], ["ok", "ok"]
+    assert outcomes(state) == {
+        "crash": lost,
+        "good": served,
+        "quits": lost,
+        "garbage": served,
+        "exits": lost,
+        "hang": lost,
+        "leaves": lost,
+        "old_library": served,
+        "new_library": served,
+    }
+    reasons = {name: rows[0].reasons for name, rows in table(state).items() if rows[0].reasons}
+    assert reasons == {
+        "crash": ("the worker was killed by SIGSEGV, at: run",),
+        "quits": ("the worker ended with status 7, at: run: out of luck",),
+        "exits": ("SystemExit: gave up",),
+        "hang": ("the worker gave no result within 8 s, at: run",),
+        "leaves": ("the worker ended with status 0, at: run",),
+    }
+
+
+def test_a_row_says_what_ran_and_how_long_it_took(one_run):
+    rows = [row for rows in table(one_run[0]).values() for row in rows]
+    assert all(row.seconds > 0 for row in rows)
+    good = table(one_run[0])["good"][0]
+    assert good.resolved == "good" and good.check.ok and good.timing.n == 3
+    assert good.timed_allocations is None and good.workspace_bytes is None
+
+
+def test_what_a_worker_started_ends_with_it_also_from_a_session_of_its_own(one_run):
+    assert gone(int((one_run[1] / "child").read_text()))
+
+
+def test_libraries_that_clash_live_in_folders_that_one_worker_sees(one_run):
+    # Which of two versions each has imported, the contenders assert themselves.
+    found = outcomes(one_run[0])
+    assert found["old_library"] == found["new_library"] == ["ok", "ok"]
+    assert "clashing" not in sys.modules and "isolated_peers" not in sys.modules
+
+
+def test_pairs_run_in_the_worker_of_the_second_and_a_crash_costs_one(one_run):
+    state, _ = one_run
+    found = {(pair.case, pair.second): pair for pair in state.pairs}
+    assert [pair.outcome for pair in found.values()] == ["ok", "failed", "ok", "ok"]
+    (reason,) = found[CASES[0], "crash"].reasons
+    assert reason == "the worker was killed by SIGSEGV, at: run"
+    pair = found[CASES[0], "new_library"]
+    assert pair.timing.n == 6 and pair.resolved == ("good", "new_library")
+    assert all(check.ok for check in pair.checks) and pair.seconds > 0
+
+
+def test_a_worker_that_dies_at_import_is_begun_once_more_and_then_no_more(peers):
+    count = peers / "imports"
+    (peers / "isolated_peers.py").write_text(
+        f"import os; open({str(count)!r}, 'a').write('x'); os.abort()"
     )
-    return Run(environment(torch.device("cpu")), {}, CURVE, cases)
+    state = run(["good"])
+    assert outcomes(state) == {"good": ["failed", "failed"]}
+    assert count.read_text() == "xx"
+    for row in table(state)["good"]:
+        (reason,) = row.reasons
+        assert reason.startswith("its worker did not start: the worker was killed by SIGABRT, at: ")
 
 
-def python(program):
-    return [sys.executable, "-c", program]
+def test_a_contender_that_is_not_there_is_not_looked_for_again(peers):
+    begun = []
+
+    def command(read_fd, write_fd):
+        begun.append(read_fd)
+        return isolate.worker_command(read_fd, write_fd)
+
+    state = run(["absent"], command=command)
+    assert len(begun) == 1 and outcomes(state) == {"absent": ["failed", "failed"]}
+    (reason,) = table(state)["absent"][1].reasons
+    assert "did not start: LookupError: absent is no contender here" in reason
 
 
-def finished(entries, command, seconds=30):
-    """All cases when the last worker has ended."""
-    return list(isolate.run_workers(entries, CASES, CURVE, [], seconds=seconds, command=command))[
-        -1
-    ]
-
-
-def test_what_is_done_is_given_after_every_worker():
-    states = isolate.run_workers(
-        [contender("first"), contender("second", "route")],
-        CASES,
-        CURVE,
-        [],
-        seconds=30,
-        command=lambda entry, arguments, path: python(
-            f"import shutil; shutil.copy({str(saved)!r}, {str(path)!r})"
-        ),
+def test_a_warm_up_runs_every_distinct_tiny_case_and_its_crash_costs_no_row(peers):
+    seen = peers / "seen"
+    (peers / "isolated_peers.py").write_text(
+        "import os\n"
+        "from stream_attention.bench.contenders import peer\n"
+        "from stream_attention.bench.peers.sdpa import build_gather\n"
+        "@peer('good')\n"
+        "def build(case, pools, device):\n"
+        f"    print(case.name, file=open({str(seen)!r}, 'a'))\n"
+        "    return build_gather(case, pools, device)\n"
+        "@peer('crash')\n"
+        "def build_crash(case, pools, device):\n"
+        f"    os.path.exists({str(peers / 'once')!r}) or (open({str(peers / 'once')!r}, 'w'), "
+        "os.abort())\n"
+        "    return build_gather(case, pools, device)\n"
     )
-    with tempfile.TemporaryDirectory() as folder:
-        saved = pathlib.Path(folder, "x.json")
-        results.write_json(worker_run("first", 2), saved)
-        early, late = next(states), next(states)
-    assert [[row.outcome for row in case.rows] for case in early] == [["ok", "not_run"]] * 2
-    assert early[0].rows[1].reasons == ("the run has not come to it, or was stopped before",)
-    assert [[row.outcome for row in case.rows] for case in late] == [["ok", "ok"]] * 2
+    state = run(["good", "crash"], warm_up=True)
+    assert outcomes(state) == {"good": ["ok", "ok"], "crash": ["ok", "ok"]}
+    tiny = list(dict.fromkeys(case.tiny().name for case in CASES))
+    assert seen.read_text().splitlines()[: len(tiny)] == tiny
+
+
+def test_no_more_workers_start_at_once_than_there_are_cpus(peers, monkeypatch):
+    monkeypatch.setattr(isolate.os, "cpu_count", lambda: 2)
+    isolation = Isolation(modules=(), warm_up=False)
+    running, most = set(), []
+    with Workers(isolation, CPU, SETTINGS, CURVE) as workers:
+
+        class Process:
+            channel = exit_fd = None
+
+            def reply(self, seconds):
+                return {} if len(running) >= 2 or not waiting else None
+
+        def begin(slot):
+            waiting.remove(slot.name)
+            running.add(slot.name)
+            most.append(len(running))
+            slot.process = Process()
+
+        monkeypatch.setattr(isolate, "wait_for_any", lambda processes, seconds: None)
+        slots = [workers._slot(name) for name in "abcde"]
+        waiting = [slot.name for slot in slots]
+        workers._together(slots, begin, lambda slot, *reply: running.remove(slot.name), 5.0)
+        for slot in slots:
+            slot.process = None
+    assert max(most) == 2 and not waiting
 
 
 def test_a_worker_whose_parent_has_gone_does_not_begin():
     child = subprocess.run(
-        [sys.executable, "-m", isolate.MODULE, str(2**30), "--nonsense"],
+        [sys.executable, "-m", MODULE, str(2**30), "0", "1"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
     )
     assert (child.returncode, child.stderr) == (137, b"")
-
-
-def test_a_worker_is_this_command_with_one_contender(tmp_path):
-    path = tmp_path / "x.json"
-    command = isolate.worker_command(contender("sdpa"), ["--batch=2", "--routes=all"], path)
-    assert command[1:3] == ["-m", isolate.MODULE]
-    assert command[3:] == [
-        str(os.getpid()),
-        "--batch=2",
-        "--routes=all",
-        "--routes=none",
-        "--peers=sdpa",
-        f"--json={path}",
-        "--noisolate",
-    ]
-
-
-def test_what_ends_the_users_flags_does_not_end_the_overrides(tmp_path):
-    command = isolate.worker_command(contender("sdpa"), ["--batch=2", "--"], tmp_path / "x.json")
-    assert "--" not in command and command[4] == "--batch=2" and command[-1] == "--noisolate"
-
-
-def skipping(name, path, tmp_path):
-    """The command of a worker that skips the first case and runs the second."""
-    run = worker_run(name, 2)
-    skipped = dataclasses.replace(run.cases[0], rows=(), skipped="lengths=8: 9 GiB; use 4")
-    results.write_json(dataclasses.replace(run, cases=(skipped, run.cases[1])), tmp_path / name)
-    return python(f"import shutil; shutil.copy({str(tmp_path / name)!r}, {str(path)!r})")
-
-
-def test_a_contender_whose_worker_skipped_a_case_keeps_its_row_and_the_reason(tmp_path):
-    def command(entry, arguments, path):
-        if entry.name == "small":
-            return skipping("small", path, tmp_path)
-        results.write_json(worker_run("good", 2), tmp_path / "good")
-        return python(f"import shutil; shutil.copy({str(tmp_path / 'good')!r}, {str(path)!r})")
-
-    entries = [contender("small"), contender("good")]
-    first, second = finished(entries, command)
-    assert [(row.contender, row.outcome) for row in first.rows] == [
-        ("small", "unsupported"),
-        ("good", "ok"),
-    ]
-    assert first.rows[0].reasons == ("its worker skipped the case: lengths=8: 9 GiB; use 4",)
-    assert first.skipped == "" and first.rotation_bytes == 5
-    assert [row.outcome for row in second.rows] == ["ok", "ok"]
-
-
-def test_a_case_that_every_worker_skipped_is_skipped_and_one_that_some_lost_is_not(tmp_path):
-    def command(entry, arguments, path):
-        return python("") if entry.name == "lost" else skipping(entry.name, path, tmp_path)
-
-    names = ["a", "b"], ["a", "lost"]
-    every, some = (finished([contender(name) for name in group], command)[0] for group in names)
-    assert every.skipped == "lengths=8: 9 GiB; use 4" and every.rows == ()
-    assert some.skipped == "" and [row.outcome for row in some.rows] == ["unsupported", "failed"]
-
-
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
-        ("import sys; sys.exit('out of luck')", "ended with status 1: out of luck"),
-        ("import time; time.sleep(60)", "no result within 2 s"),
-    ],
-)
-def test_a_crash_keeps_earlier_cases_and_other_contenders(program, reason):
-    def command(entry, arguments, path):
-        done = 2 if entry.name == "good" else 1
-        results.write_json(worker_run(entry.name, done), path)
-        return python("pass" if entry.name == "good" else program)
-
-    first, second = finished([contender("bad"), contender("good")], command, seconds=2)
-    assert [row.outcome for row in first.rows] == ["ok", "ok"]
-    assert [row.outcome for row in second.rows] == ["failed", "ok"]
-    assert reason in second.rows[0].reasons[0]
-    assert second.case == CASES[1] and second.floor_us == CURVE.floor_us(CASES[1].moved_bytes)
-
-
-@pytest.mark.parametrize("end", ["time.sleep(60)", "sys.exit(0)"])
-def test_what_a_worker_started_ends_with_it(tmp_path, end):
-    pid_file = tmp_path / "pid"
-    program = (
-        "import subprocess, sys, time; child = subprocess.Popen(['sleep', '60']); "
-        f"open({str(pid_file)!r}, 'w').write(str(child.pid)); sys.stdout.close(); {end}"
-    )
-    finished([contender("bad")], lambda entry, arguments, path: python(program), seconds=2)
-    stat = pathlib.Path("/proc", pid_file.read_text(), "stat")
-    for _ in range(50):  # the kernel takes a moment
-        state = stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else "gone"
-        if state in ("gone", "Z"):
-            break
-        time.sleep(0.1)
-    assert state in ("gone", "Z")
-
-
-def test_all_workers_lost_still_gives_every_row():
-    (one, _) = finished(
-        [contender("bad")], lambda entry, arguments, path: python("import sys; sys.exit(3)")
-    )
-    assert one.rows[0].reasons == ("the worker ended with status 3",)
-    assert one.moved_bytes == CASES[0].moved_bytes

@@ -173,3 +173,24 @@ def test_host_cost_says_that_its_file_could_not_be_written(capsys, tmp_path, mon
     status = host_cost.main(values(["host_cost", f"--json={path}", "--samples=1"]), values)
     assert status in (1, 4)  # 1 where a native route misses its bar
     assert "could not be written (No space left on device)" in capsys.readouterr().err
+
+
+def test_offers_are_written_as_long_as_writing_takes_little_of_the_time(tmp_path, monkeypatch):
+    now, written = [0.0], []
+
+    def write(run, path):
+        written.append(now[0])
+        now[0] += 1.0
+
+    monkeypatch.setattr(results, "write_json", write)
+    sink = Sink(tmp_path / "run.json", clock=lambda: now[0])
+    run = Run(None, {}, None, ())
+    sink.offer(run)
+    sink.offer(run)
+    now[0] = 20.9
+    sink.offer(run)
+    assert written == [0.0]
+    now[0] = 21.0
+    sink.offer(run)
+    sink.write(run)
+    assert written == [0.0, 21.0, 22.0]

@@ -11,8 +11,8 @@ import torch
 from absl import flags
 
 from stream_attention.bench import contenders, paged_decode, results
-from stream_attention.bench.cases import SUITES
 from stream_attention.bench.results import Row
+from stream_attention.bench.suites import SUITES
 from stream_attention.bench.timing import Timing
 
 TINY = ["--batch=2", "--lengths=40,17", "--num_qo_heads=4", "--num_kv_heads=2", "--head_dim=16"]
@@ -72,6 +72,13 @@ def test_a_bad_flag_names_flag_value_rule_and_nearest(argument, message):
         (["--routes=none", "--peers=none"], "nothing to run; use --routes=all"),
         (["extra"], "argument 'extra': only flags are taken"),
         (["--json="], "--json='': must name a file"),
+        (["--resume"], "--resume: needs the file to go on with; use --json=FILE"),
+        (
+            ["--peer_paths=sdpa=/"],
+            "--peer_paths: needs a process for each contender; use --isolate",
+        ),
+        (["--peer_paths=x=/", "--isolate"], "must begin the name of a contender of this run"),
+        (["--paired=torch:trch"], "--paired='trch': must name a contender out of"),
     ],
 )
 def test_a_bad_combination_is_one_line_and_status_2(capsys, arguments, message):
@@ -175,6 +182,7 @@ def test_only_our_own_broken_routes_fail_the_run():
         def __init__(self, *rows):
             self.cases = (self,)
             self.rows = rows
+            self.pairs = ()
 
     broken = ("failed", ("why",))
     timed = Row("b", "peer", "ok", (), Timing((1.0,), "cpu_warm"))
@@ -246,7 +254,7 @@ def test_help_shows_the_flags():
     )
     assert done.returncode == 0 and done.stderr == ""
     names = ("--batch", "--lengths", "--[no]isolate", "--json")
-    for name in (*names, "--kv_dtype", "--cache", "--capacity", "--[no]batch_invariant"):
+    for name in (*names, "--kv_dtype", "--cache", "--peer_paths", "--[no]batch_invariant"):
         assert f"  {name}:" in done.stdout
 
 

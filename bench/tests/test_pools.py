@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from stream_attention.bench import pools
-from stream_attention.bench.cases import FP8, SUITES, DecodeCase
+from stream_attention.bench.cases import FP8, AttentionCase
 from stream_attention.bench.lengths import parse_lengths, uniform
+from stream_attention.bench.suites import SUITES
 from stream_attention.core.cache import ContiguousKVCache
 from stream_attention.core.describe import describe
 from stream_attention.core.validate import validate
@@ -26,7 +27,7 @@ def token_slots(pool):
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_tokens_are_random_and_every_other_slot_is_poison(layout):
-    case = DecodeCase(batch=4, lengths=parse_lengths("9,0,4,1"), layout=layout, **RAGGED)
+    case = AttentionCase(batch=4, lengths=parse_lengths("9,0,4,1"), layout=layout, **RAGGED)
     pool = pools.build_pool(case, CPU, seed=3)
     used = set(token_slots(pool))
     assert len(used) == 14  # shuffled pages, shared by nobody
@@ -44,7 +45,7 @@ def test_tokens_are_random_and_every_other_slot_is_poison(layout):
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 def test_a_contiguous_pool_holds_tokens_and_poison_behind_them(layout, kv_dtype):
     fields = {**RAGGED, "page_size": 16}
-    case = DecodeCase(
+    case = AttentionCase(
         batch=3,
         lengths=parse_lengths("9,0,16"),
         layout=layout,
@@ -65,7 +66,7 @@ def test_a_contiguous_pool_holds_tokens_and_poison_behind_them(layout, kv_dtype)
 
 
 def test_fp8_pools_have_a_scale_each_and_the_nearest_number_as_poison():
-    case = DecodeCase(batch=2, lengths=parse_lengths("5,3"), kv_dtype=FP8, **RAGGED)
+    case = AttentionCase(batch=2, lengths=parse_lengths("5,3"), kv_dtype=FP8, **RAGGED)
     pool = pools.build_pool(case, CPU, seed=0)
     cache = pool.cache
     assert cache.key.dtype == cache.value.dtype == torch.float8_e4m3fn
@@ -88,7 +89,7 @@ def test_scales_are_exact_in_every_dtype_of_q():
 
 def test_fp8_numbers_drawn_in_parts_are_the_same_for_a_seed(monkeypatch):
     monkeypatch.setattr(pools, "_RANDOM_AT_ONCE", 100)
-    case = DecodeCase(batch=1, lengths=uniform(64), kv_dtype=FP8, **RAGGED)
+    case = AttentionCase(batch=1, lengths=uniform(64), kv_dtype=FP8, **RAGGED)
     first, second = (pools.build_pool(case, CPU, seed=5).cache.key for _ in range(2))
     assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
     tokens = first.float()[first.float().isfinite()]
@@ -96,7 +97,7 @@ def test_fp8_numbers_drawn_in_parts_are_the_same_for_a_seed(monkeypatch):
 
 
 def test_capacity_widens_the_table_with_invalid_ids_and_adds_no_page():
-    plain = DecodeCase(batch=2, lengths=parse_lengths("9,4"), **RAGGED)
+    plain = AttentionCase(batch=2, lengths=parse_lengths("9,4"), **RAGGED)
     wide = dataclasses.replace(plain, capacity=4000)
     cache = pools.build_pool(wide, CPU, seed=0).cache
     assert cache.capacity == 4000 and cache.page_table.shape == (2, 1000)
@@ -106,7 +107,7 @@ def test_capacity_widens_the_table_with_invalid_ids_and_adds_no_page():
 
 
 def test_fill_unused_changes_no_token():
-    case = DecodeCase(batch=2, lengths=parse_lengths("5,3"), **RAGGED)
+    case = AttentionCase(batch=2, lengths=parse_lengths("5,3"), **RAGGED)
     pool = pools.build_pool(case, CPU, seed=0)
     before = [pool.cache.key[page, slot].clone() for page, slot in token_slots(pool)]
     pool.fill_unused(1000.0)
@@ -117,7 +118,7 @@ def test_fill_unused_changes_no_token():
 
 
 def test_pages_are_shuffled_and_ids_past_a_request_are_out_of_the_pool():
-    case = DecodeCase(batch=2, lengths=parse_lengths("200,4"), **RAGGED)
+    case = AttentionCase(batch=2, lengths=parse_lengths("200,4"), **RAGGED)
     pool = pools.build_pool(case, CPU, seed=0)
     row = pool.cache.page_table[0, :50].tolist()
     assert row != sorted(row)
@@ -125,26 +126,26 @@ def test_pages_are_shuffled_and_ids_past_a_request_are_out_of_the_pool():
 
 
 def test_pools_pass_the_projects_own_validation():
-    case = DecodeCase(batch=3, lengths=parse_lengths("9,0,4"), **RAGGED)
+    case = AttentionCase(batch=3, lengths=parse_lengths("9,0,4"), **RAGGED)
     pool = pools.build_pool(case, CPU, seed=0)
     validate(describe(pool.q, pool.cache))
 
 
 def test_pools_of_a_rotation_differ_and_repeat_for_a_seed():
-    case = DecodeCase(batch=1, lengths=uniform(8), **RAGGED)
+    case = AttentionCase(batch=1, lengths=uniform(8), **RAGGED)
     first, second = (pools.build_pool(case, CPU, seed=seed) for seed in (0, 1))
     assert not torch.equal(first.q, second.q)
     assert torch.equal(first.q, pools.build_pool(case, CPU, seed=0).q)
 
 
 def test_pool_bytes_are_the_storage():
-    case = DecodeCase(batch=2, lengths=parse_lengths("9,4"), **RAGGED)
+    case = AttentionCase(batch=2, lengths=parse_lengths("9,4"), **RAGGED)
     pool = pools.build_pool(case, CPU, seed=0)
     cache = pool.cache
     tensors = (cache.key, cache.value, cache.page_table, pool.q, pool.q)  # out is as large as q
     assert pools.pool_bytes(case) == sum(tensor.nbytes for tensor in tensors)
     fields = {**RAGGED, "page_size": 16, "dtype": "bfloat16"}
-    row = DecodeCase(
+    row = AttentionCase(
         batch=2, lengths=uniform(3), cache="contiguous", capacity=64, kv_dtype=FP8, **fields
     )
     pool = pools.build_pool(row, CPU, seed=0)
@@ -153,8 +154,8 @@ def test_pool_bytes_are_the_storage():
 
 
 def test_a_query_or_a_table_that_does_not_fit_is_seen_before_it_is_made():
-    wide = DecodeCase(batch=1, lengths=uniform(1), num_qo_heads=2**31 - 1, num_kv_heads=1)
-    ragged = DecodeCase(batch=2**20, lengths=parse_lengths("skewed:2147483647:1"), page_size=1)
+    wide = AttentionCase(batch=1, lengths=uniform(1), num_qo_heads=2**31 - 1, num_kv_heads=1)
+    ragged = AttentionCase(batch=2**20, lengths=parse_lengths("skewed:2147483647:1"), page_size=1)
     for case in (wide, ragged):
         with pytest.raises(pools.NotEnoughMemory):
             pools.check_memory(case, CPU, 1)
@@ -162,7 +163,7 @@ def test_a_query_or_a_table_that_does_not_fit_is_seen_before_it_is_made():
 
 def test_a_rotation_exceeds_the_cache(monkeypatch):
     monkeypatch.setattr(pools, "cold_rotation_bytes", lambda device: 10_000)
-    case = DecodeCase(batch=1, lengths=uniform(8), **RAGGED)  # 1024 bytes of KV
+    case = AttentionCase(batch=1, lengths=uniform(8), **RAGGED)  # 1024 bytes of KV
     assert case.kv_bytes == 1024
     assert pools.num_pools(case, CPU) == 10
     assert pools.num_pools(case, CPU, cold=False) == 1
@@ -182,7 +183,7 @@ def test_the_smallest_cell_of_the_suites_leaves_an_l2_of_60_mib(monkeypatch):
 
 def test_too_large_a_case_says_what_would_fit(monkeypatch):
     monkeypatch.setattr(pools, "available_bytes", lambda device: 2**30)
-    case = DecodeCase(batch=2, lengths=uniform(2**20))
+    case = AttentionCase(batch=2, lengths=uniform(2**20))
     with pytest.raises(
         pools.NotEnoughMemory, match=r"lengths='1048576': .*free on cpu; use at most"
     ):
@@ -192,7 +193,7 @@ def test_too_large_a_case_says_what_would_fit(monkeypatch):
 @pytest.mark.parametrize("cache", ["paged", "contiguous"])
 def test_a_capacity_that_does_not_fit_is_named(monkeypatch, cache):
     monkeypatch.setattr(pools, "available_bytes", lambda device: 2**26)
-    case = DecodeCase(batch=2, lengths=uniform(16), cache=cache, capacity=2**30)
+    case = AttentionCase(batch=2, lengths=uniform(16), cache=cache, capacity=2**30)
     with pytest.raises(
         pools.NotEnoughMemory, match=r"capacity='1073741824': .*free on cpu; use at most \d+$"
     ) as caught:

@@ -7,22 +7,27 @@ import json
 import pytest
 from rich.console import Console
 
-from stream_attention.bench import report, results, summary
-from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench import pairs, report, results, summary
+from stream_attention.bench.cases import AttentionCase
 from stream_attention.bench.check import Check
 from stream_attention.bench.floor import ReadCurve, ReadPoint
 from stream_attention.bench.lengths import parse_lengths
 from stream_attention.bench.machine import Environment
-from stream_attention.bench.results import CaseResult, Row, Run
+from stream_attention.bench.paired_timing import PairedTiming
+from stream_attention.bench.results import CaseResult, PairRow, Row, Run
+from stream_attention.bench.spent import Spent
 from stream_attention.bench.timing import Timing
 
-CASE = DecodeCase(batch=2, lengths=parse_lengths("lognormal:64:0.5:1"), dtype="float32")
+CASE = AttentionCase(batch=2, lengths=parse_lengths("lognormal:64:0.5:1"), dtype="float32")
 CHECK = Check(True, 1e-7, 2e-6, 1e-8, 1e-7, 2, 2)
 ENVIRONMENT = Environment(
     device="Some CPU",
     device_type="cpu",
     arch="cpu",
     cache_bytes=32 << 20,
+    num_sms=2,
+    sm_clock_mhz=None,
+    memory_clock_mhz=None,
     threads=2,
     cpu="Some CPU",
     driver=None,
@@ -31,7 +36,8 @@ ENVIRONMENT = Environment(
     torch="2.13.0",
     triton=None,
     flashinfer=None,
-    commit=None,
+    commit="files-0",
+    started_at="2026-01-02T03:04:05Z",
     command="paged_decode.py --batch=2",
     load_average=0.2,
     num_cpus=2,
@@ -56,7 +62,7 @@ def result(*rows, **fields):
 
 
 ROWS = (
-    Row("ours", "route", "ok", (), timing(100.0), CHECK, 3 << 20, "2 splits"),
+    Row("ours", "route", "ok", (), timing(100.0), CHECK, 3 << 20, "2 splits", "ours", 4096, 0, 1.5),
     Row("gather", "peer", "ok", (), timing(250.0), CHECK),
     Row("other", "peer", "ok", (), timing(400.0), None),
     Row("broken", "peer", "failed", ("RuntimeError: no luck",)),
@@ -171,10 +177,28 @@ def test_times_have_three_digits_and_a_unit(us, text):
     assert report.format_us(us) == text
 
 
+def pair(*samples, **fields):
+    sides = (Timing(tuple(side), "cpu_cold") for side in zip(*samples, strict=True))
+    facts = {
+        "timing": PairedTiming(*sides),
+        "checks": (CHECK, None),
+        "resolved": ("torch", "gather"),
+    }
+    return PairRow(CASE, "ours", "gather", "ok", **{**facts, **fields})
+
+
 def full_run():
     curve = ReadCurve((ReadPoint(1 << 20, 2.0, "sum"), ReadPoint(4 << 20, 3.0, "max")), "cpu_cold")
     cases = (result(*ROWS), result(skipped="does not fit"))
-    return Run(ENVIRONMENT, {"seed": 0}, curve, cases, {"kernels_sm90": "not installed"})
+    lost = PairRow(CASE, "ours", "liar", "wrong", ("liar: max error 1",))
+    return Run(
+        ENVIRONMENT,
+        {"seed": 0},
+        curve,
+        cases,
+        {"kernels_sm90": "not installed"},
+        pairs=(pair(*[(90.0, 100.0)] * 6), pair((90.0, 100.0)), lost),
+    )
 
 
 def test_json_reads_back_equal_and_keeps_raw_samples(tmp_path):
@@ -185,7 +209,15 @@ def test_json_reads_back_equal_and_keeps_raw_samples(tmp_path):
     row = data["cases"][0]["rows"][0]
     assert row["timing"]["samples_us"] == [90.0, 100.0, pytest.approx(110.0)]
     assert row["derived"]["n"] == 3 and row["derived"]["speed_up_vs_best_peer"] == 2.5
-    assert data["cases"][0]["name"] == CASE.name
+    assert data["cases"][0]["name"] == data["pairs"][0]["name"] == CASE.name
+    assert data["pairs"][0]["derived"] == {
+        "n": 6,
+        "ratio_p50": 0.9,
+        "ratio_low_95": 0.9,
+        "ratio_high_95": 0.9,
+    }
+    few = data["pairs"][1]["derived"]
+    assert few["ratio_low_95"] is None and few["ratio_high_95"] is None
     assert [entry.name for entry in path.parent.iterdir()] == ["run.json"]
 
 
@@ -199,8 +231,9 @@ def test_a_file_from_before_caches_had_a_form_still_reads():
 
 def test_another_schema_is_refused():
     data = results.to_json(full_run())
-    with pytest.raises(ValueError, match=r"schema='x': must be 'stream_attention"):
-        results.from_json({**data, "schema": "x"})
+    for old in ("stream_attention.bench.paged_decode/1", "x"):
+        with pytest.raises(ValueError, match=f"schema='{old}': must be 'stream_attention.*/2'"):
+            results.from_json({**data, "schema": old})
 
 
 @pytest.mark.parametrize(
@@ -214,6 +247,8 @@ def test_another_schema_is_refused():
 def test_a_row_has_a_known_outcome_and_a_reason_unless_ok(outcome, reasons, message):
     with pytest.raises(ValueError, match=message):
         Row("name", "peer", outcome, reasons)
+    with pytest.raises(ValueError, match=message):
+        PairRow(CASE, "name", "other", outcome, reasons)
 
 
 def test_header_names_device_versions_commit_and_command():
@@ -223,4 +258,24 @@ def test_header_names_device_versions_commit_and_command():
     assert "BUSY" not in text
     busy = dataclasses.replace(ENVIRONMENT, load_average=1.5).lines()[-1]
     assert busy.startswith("BUSY    load average 1.5 on 2 CPUs")
-    assert "commit  unknown" in text and "command paged_decode.py --batch=2" in text
+    assert "commit  files-0" in text and "command paged_decode.py --batch=2" in text
+
+
+def test_a_pair_is_one_line_with_its_interval_or_its_reasons():
+    same, few, lost = full_run().pairs
+    assert pairs.pair_line(same) == (
+        "ours / gather = 0.900 [0.900, 0.900] (95 %, 6 pairs; 90.0 us / 100 us)"
+    )
+    assert pairs.pair_line(few) == (
+        "ours / gather = 0.900 (too few for an interval at 95 %: 1 pairs; 90.0 us / 100 us)"
+    )
+    assert pairs.pair_line(lost) == "ours / liar: wrong: liar: max error 1"
+
+
+def test_time_spent_adds_up_to_the_whole():
+    spent = Spent()
+    spent.add({"inputs": 1.5, "timing": 2.0})
+    spent.add({"timing": 1.0})
+    assert spent.line(10.0) == "time    10 s: inputs 1.5 s, timing 3.0 s, the rest 5.5 s"
+    with pytest.raises(ValueError, match="part='sleep': must be one of read curve, start-up"):
+        spent.add({"sleep": 1.0})

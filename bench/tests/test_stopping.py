@@ -146,7 +146,8 @@ def test_one_sigterm_ends_a_call_that_never_comes_back(start):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_worker_ends_with_its_parent_and_what_was_done_is_in_the_file(start, tmp_path, number):
     path = tmp_path / "run.json"
-    run, worker = start("--isolate", "--peers=first,sleepy", f"--json={path}", "--")
+    chosen = ["--isolate", "--nowarm_up", "--peers=first,sleepy"]
+    run, worker = start(*chosen, f"--json={path}", "--")
     assert worker != run.pid and state_of(worker) not in ("gone", "Z")
     run.send_signal(number)
     assert run.wait(10) == -number

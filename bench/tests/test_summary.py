@@ -7,12 +7,13 @@ import pytest
 from rich.console import Console
 
 from stream_attention.bench import summary
-from stream_attention.bench.cases import FP8, SUITES, DecodeCase
+from stream_attention.bench.cases import FP8, AttentionCase
 from stream_attention.bench.lengths import uniform
 from stream_attention.bench.results import CaseResult, Row
+from stream_attention.bench.suites import SUITES
 from stream_attention.bench.timing import Timing
 
-CASE = DecodeCase(batch=2, lengths=uniform(64))
+CASE = AttentionCase(batch=2, lengths=uniform(64))
 
 
 def timed(name, us, kind="route"):

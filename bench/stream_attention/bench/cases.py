@@ -1,12 +1,13 @@
-"""Cases as data: one frozen object a cell, and the named suites that the command line offers."""
+"""Cases as data: one frozen object a cell."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from stream_attention.bench import formulas
-from stream_attention.bench.lengths import Lengths, parse_lengths, uniform
+from stream_attention.bench.lengths import Lengths, uniform
+from stream_attention.core import formulas
 from stream_attention.core.dtypes import QUERY_DTYPES, dtype_bytes
 from stream_attention.core.ir import Rule, check_rules, evaluable_repr, is_int
 from stream_attention.core.problem import CACHE_KINDS, LAYOUTS, MAX_HEAD_DIM
@@ -16,12 +17,14 @@ _SHORT_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", FP8: "
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
-class DecodeCase:
-    """One exact decode problem, apart from device and data.
+class AttentionCase:
+    """One exact attention problem, apart from device and data.
 
-    batch: requests. lengths: their KV lengths in tokens. q_len: query tokens a request (1 = decode,
-    more = verify, causal bottom-right). page_size: tokens a page. dtype: of q and output.
-    label: prefix of the printed name; "" = none.
+    batch: requests. lengths: their KV lengths in tokens. q_len: query tokens of every request (1 =
+    decode, a few = verify, as many as tokens = prefill). q_lengths: query tokens of each request,
+    packed beside offsets; `None` = q_len each. causal: aligned bottom-right, else every query sees
+    every token. page_size: tokens a page. dtype: of q and output. label: prefix of the printed
+    name; "" = none.
     kv_dtype: of K and V, `None` = dtype; float8_e4m3fn comes with a scale for K and one for V.
     cache: "paged", or "contiguous": a buffer of `capacity` tokens a request.
     capacity: tokens that a request may hold, at least the longest length. It widens the page table
@@ -45,17 +48,24 @@ class DecodeCase:
     cache: str = "paged"
     capacity: int | None = None
     batch_invariant: bool = False
+    q_lengths: Lengths | None = None
+    causal: bool = True
 
     def __post_init__(self) -> None:
         check_rules(self, CASE_RULES)
         self.lengths.draw(self.batch)
-        check_rules(self, _CAPACITY_RULES)
+        if self.q_lengths is not None:
+            self.q_lengths.draw(self.batch, "q_lengths")
+        check_rules(self, _DRAWN_RULES)
 
     __repr__ = evaluable_repr
 
     @property
     def name(self) -> str:
-        """`B16 N32K 32/8 D128 NHD bf16`, with what differs from a plain decode added."""
+        """`B16 N32K 32/8 D128 NHD bf16`, with what differs from a plain decode added.
+
+        M: queries a request, or the lengths that are drawn for them. full: not causal.
+        """
         parts = [self.label] if self.label else []
         parts.append(f"B{self.batch}")
         parts.append(_length_name(self.lengths))
@@ -72,7 +82,12 @@ class DecodeCase:
         if self.capacity is not None:
             parts.append(f"cap{_short_count(self.capacity)}")
         if self.q_len != 1:
-            parts.append(f"M{self.q_len}")
+            parts.append(f"M{_short_count(self.q_len)}")
+        if self.q_lengths is not None:
+            text = _length_text(self.q_lengths)
+            parts.append(f"M={text.replace(' lengths', '-lengths')}")
+        if not self.causal:
+            parts.append("full")
         if self.batch_invariant:
             parts.append("invariant")
         return " ".join(parts)
@@ -93,9 +108,36 @@ class DecodeCase:
         return self.lengths.draw(self.batch)
 
     @property
+    def q_lens(self) -> tuple[int, ...]:
+        """Query tokens of each request."""
+        if self.q_lengths is None:
+            return (self.q_len,) * self.batch
+        return self.q_lengths.draw(self.batch)
+
+    @property
+    def q_offsets(self) -> tuple[int, ...]:
+        """Where the rows of each request start, and where the last end: `batch + 1` numbers."""
+        return (0, *accumulate(self.q_lens))
+
+    @property
+    def max_q_len(self) -> int:
+        """Most query tokens of one request."""
+        return max(self.q_lens)
+
+    @property
+    def uniform_q_len(self) -> int | None:
+        """Query tokens of a request where all have equally many, else `None`."""
+        return self.max_q_len if len(set(self.q_lens)) == 1 else None
+
+    @property
+    def is_decode(self) -> bool:
+        """One query a request."""
+        return self.uniform_q_len == 1
+
+    @property
     def num_rows(self) -> int:
         """Query tokens of the batch."""
-        return self.batch * self.q_len
+        return sum(self.q_lens)
 
     @property
     def max_pages(self) -> int:
@@ -117,9 +159,12 @@ class DecodeCase:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the K and V tokens in use."""
+        """Bytes of the K and V tokens in use, of requests with queries."""
         return formulas.kv_bytes(
-            self.kv_lens, self.num_kv_heads, self.head_dim, dtype_bytes(self.stored_dtype)
+            formulas.tokens_read(self.kv_lens, self.q_lens),
+            self.num_kv_heads,
+            self.head_dim,
+            dtype_bytes(self.stored_dtype),
         )
 
     @property
@@ -127,7 +172,7 @@ class DecodeCase:
         """Bytes that any exact kernel moves: the argument of the floor."""
         return formulas.moved_bytes(
             self.kv_lens,
-            self.q_len,
+            self.q_len if self.q_lengths is None else self.q_lens,
             self.num_qo_heads,
             self.num_kv_heads,
             self.head_dim,
@@ -139,15 +184,51 @@ class DecodeCase:
     @property
     def flops(self) -> int:
         """Multiplies and adds of QKᵀ and PV over the visible pairs."""
-        return formulas.attention_flops(self.kv_lens, self.q_len, self.num_qo_heads, self.head_dim)
+        return formulas.attention_flops(
+            self.kv_lens, self.q_lens, self.num_qo_heads, self.head_dim, self.causal
+        )
+
+    def tiny(self) -> AttentionCase:
+        """This case with few tokens, which compiles whatever this case would compile.
+
+        Kept: batch, heads, head_dim, dtypes, page size, layout, causality, whether lengths differ,
+        and of every request whether it is empty, prefill (no more tokens than queries) or has
+        tokens before its queries. Queries are as many where no tile of them is full.
+        """
+        queries = tuple(min(m, _TINY_QUERIES) for m in self.q_lens)
+        before = [max(0, n - m) for n, m in zip(self.kv_lens, self.q_lens, strict=True)]
+        most = max(*before, _TINY_TOKENS)
+        tokens = tuple(
+            m + max(1, extra * _TINY_TOKENS // most) if extra else min(n, m)
+            for n, m, extra in zip(self.kv_lens, queries, before, strict=True)
+        )
+        return replace(
+            self,
+            lengths=_as_lengths(tokens),
+            q_len=1 if self.q_lengths is not None else queries[0],
+            q_lengths=None if self.q_lengths is None else _as_lengths(queries),
+            capacity=None,
+        )
+
+
+_TINY_QUERIES = 256  # more rows than a tile of queries has
+_TINY_TOKENS = 64
+
+
+def _as_lengths(numbers: tuple[int, ...]) -> Lengths:
+    return uniform(numbers[0]) if len(set(numbers)) == 1 else Lengths("list", numbers)
 
 
 def _length_name(lengths: Lengths) -> str:
     if lengths.kind != "uniform":
-        text = str(lengths)
-        too_long = lengths.kind == "list" and len(text) > 24
-        return f"{len(lengths.numbers)} lengths" if too_long else text
+        return _length_text(lengths)
     return f"N{_short_count(int(lengths.numbers[0]))}"
+
+
+def _length_text(lengths: Lengths) -> str:
+    text = str(lengths)
+    too_long = lengths.kind == "list" and len(text) > 24
+    return f"{len(lengths.numbers)} lengths" if too_long else text
 
 
 def _short_count(tokens: int) -> str:
@@ -201,6 +282,19 @@ CASE_RULES = (
         lambda c: f"{c.num_qo_heads} with num_kv_heads={c.num_kv_heads}",
     ),
     _choice("layout", LAYOUTS),
+    Rule(
+        "q_lengths",
+        "must be None or a Lengths",
+        lambda c: c.q_lengths is None or isinstance(c.q_lengths, Lengths),
+        lambda c: f"parse_lengths({str(c.q_lengths)!r})",
+    ),
+    Rule(
+        "q_len",
+        "must be left out where q_lengths says it",
+        lambda c: c.q_lengths is None or c.q_len == 1,
+        lambda c: "the default, 1",
+    ),
+    Rule("causal", "must be a bool", lambda c: isinstance(c.causal, bool), lambda c: "True"),
     _choice("dtype", QUERY_DTYPES),
     _choice("cache", CACHE_KINDS),
     Rule(
@@ -224,7 +318,13 @@ CASE_RULES = (
 )
 
 # Judged where the others hold, because lengths are drawn for the batch.
-_CAPACITY_RULES = (
+_DRAWN_RULES = (
+    Rule(
+        "q_lengths",
+        "must give the batch one query at least",
+        lambda c: c.num_rows >= 1,
+        lambda c: "parse_lengths('1')",
+    ),
     Rule(
         "capacity",
         "must be None or an int >= 1, not below the longest length, in whole pages of page_size",
@@ -242,157 +342,5 @@ def _whole(number: object) -> int:
     return math.ceil(number) if isinstance(number, (int, float)) else 0
 
 
-def _longest(case: DecodeCase) -> int:
+def _longest(case: AttentionCase) -> int:
     return max(case.kv_lens)
-
-
-# (batch, tokens, query heads, KV heads, head_dim, layout): serving shapes that decode is judged by.
-_DECODE_ROWS = (
-    (1, 4096, 32, 8, 128, "NHD"),
-    (1, 32768, 32, 8, 128, "NHD"),
-    (16, 4096, 32, 8, 128, "NHD"),
-    (16, 32768, 32, 8, 128, "NHD"),
-    (64, 8192, 32, 8, 128, "NHD"),
-    (128, 1024, 32, 8, 128, "NHD"),
-    (1, 8192, 64, 8, 128, "HND"),
-    (8, 8192, 64, 8, 128, "HND"),
-    (32, 8192, 64, 8, 128, "HND"),
-    (1, 16384, 16, 2, 128, "HND"),
-    (1, 65536, 16, 2, 128, "HND"),
-    (4, 32768, 16, 2, 128, "HND"),
-    (8, 65536, 16, 2, 128, "HND"),
-    (1, 32768, 14, 2, 64, "HND"),
-    (8, 32768, 14, 2, 64, "HND"),
-    (1, 16384, 16, 2, 64, "HND"),
-    (4, 32768, 16, 2, 64, "HND"),
-    (8, 65536, 16, 2, 64, "HND"),
-)
-
-
-def _decode_case(row: tuple[int, int, int, int, int, str], dtype: str = "bfloat16") -> DecodeCase:
-    batch, tokens, qo_heads, kv_heads, head_dim, layout = row
-    return DecodeCase(
-        batch=batch,
-        lengths=uniform(tokens),
-        num_qo_heads=qo_heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        layout=layout,
-        dtype=dtype,
-    )
-
-
-def _performance_decode() -> tuple[DecodeCase, ...]:
-    twins = [(*row[:5], "NHD") for row in _DECODE_ROWS if row[2:4] == (16, 2)]
-    return tuple(_decode_case(row) for row in (*_DECODE_ROWS, *twins))
-
-
-def _ragged(dtype: str = "bfloat16") -> tuple[DecodeCase, ...]:
-    """Ragged decode and verify; lognormal means are set by the MiB of KV that they give."""
-    return (
-        DecodeCase(batch=64, lengths=parse_lengths("lognormal:4608:1.0:0"), dtype=dtype),
-        DecodeCase(batch=32, lengths=parse_lengths("skewed"), dtype=dtype),
-        DecodeCase(batch=32, lengths=parse_lengths("lognormal:4408:1.0:0"), q_len=5, dtype=dtype),
-        DecodeCase(batch=8, lengths=parse_lengths("range:300:900:0"), dtype=dtype),
-    )
-
-
-def _small_cpu() -> tuple[DecodeCase, ...]:
-    """A minute on two cores: a middle-sized decode, a ragged one, a long one with few heads."""
-    fp32 = "float32"
-    return (
-        DecodeCase(batch=4, lengths=uniform(2048), dtype=fp32),
-        DecodeCase(batch=8, lengths=parse_lengths("range:300:900:0"), layout="HND", dtype=fp32),
-        _decode_case((1, 16384, 16, 2, 64, "HND"), fp32),
-    )
-
-
-def _small_cuda() -> tuple[DecodeCase, ...]:
-    """Half a minute on a GPU: latency-bound, middle, bandwidth-bound and ragged."""
-    return (
-        _decode_case(_DECODE_ROWS[0]),
-        _decode_case(_DECODE_ROWS[7]),
-        _decode_case(_DECODE_ROWS[4]),
-        DecodeCase(batch=8, lengths=parse_lengths("range:300:900:0")),
-    )
-
-
-def _decode_small() -> tuple[DecodeCase, ...]:
-    """Cells whose K and V are read in a few microseconds: 4 MiB and 21 MiB."""
-    return (
-        _decode_case((1, 1024, 32, 8, 128, "NHD")),
-        DecodeCase(batch=8, lengths=parse_lengths("range:300:900:0")),
-    )
-
-
-def _decode_pages() -> tuple[DecodeCase, ...]:
-    """The same bytes (256 MiB, then 128 MiB) in pages of every size and without pages."""
-    many = _decode_case((8, 8192, 32, 8, 128, "NHD"))
-    few = _decode_case((4, 32768, 16, 2, 128, "HND"))
-    return (
-        *(replace(many, page_size=size) for size in (1, 2, 4, 8, 16, 32, 64, 128, 256)),
-        replace(many, cache="contiguous"),
-        *(replace(few, page_size=size) for size in (16, 64)),
-        replace(few, cache="contiguous"),
-    )
-
-
-def _decode_dims() -> tuple[DecodeCase, ...]:
-    """Odd groups and head dims, each with at least 128 MiB of K and V."""
-    return tuple(
-        _decode_case((8, tokens, qo_heads, kv_heads, head_dim, "NHD"))
-        for tokens, qo_heads, kv_heads, head_dim in (
-            (8192, 28, 4, 128),
-            (8192, 40, 8, 128),
-            (8192, 24, 8, 64),
-            (32768, 32, 1, 128),
-            (8192, 32, 8, 80),
-            (8192, 32, 8, 96),
-            (8192, 16, 8, 192),
-            (8192, 16, 8, 256),
-        )
-    )
-
-
-def _decode_fp8() -> tuple[DecodeCase, ...]:
-    """bf16 K and V, then the same tokens in fp8."""
-    rows = (_decode_case(_DECODE_ROWS[3]), _decode_case(_DECODE_ROWS[9]))
-    return tuple(replace(case, kv_dtype=kind) for case in rows for kind in (None, FP8))
-
-
-def _decode_capacity() -> tuple[DecodeCase, ...]:
-    """Short requests under a plan made for their length, then under one made for 128K tokens."""
-    case = _decode_case((16, 512, 32, 8, 128, "NHD"))
-    return tuple(replace(case, capacity=tokens) for tokens in (512, 131072))
-
-
-def _decode_invariant() -> tuple[DecodeCase, ...]:
-    """Each case without and with bits that do not depend on the rest of the batch."""
-    rows = (_DECODE_ROWS[index] for index in (11, 2, 10, 4, 5))
-    return tuple(
-        replace(_decode_case(row), batch_invariant=invariant)
-        for row in rows
-        for invariant in (False, True)
-    )
-
-
-SUITES: dict[str, tuple[DecodeCase, ...]] = {
-    # 18 shapes and the NHD twins of its seven 16/2 rows.
-    "performance_decode": _performance_decode(),
-    "ragged": _ragged(),
-    "decode_small": _decode_small(),
-    "decode_pages": _decode_pages(),
-    "decode_dims": _decode_dims(),
-    "decode_fp8": _decode_fp8(),
-    "decode_capacity": _decode_capacity(),
-    "decode_invariant": _decode_invariant(),
-    "small_cpu": _small_cpu(),
-    "small_cuda": _small_cuda(),
-    # The CPU comparison of the project's goals, with extra memory measured.
-    "cpu_headline": (DecodeCase(batch=8, lengths=uniform(8192), dtype="float32"),),
-}
-
-
-def default_suite(device_type: str) -> str:
-    """The suite that runs when no flag names one."""
-    return "small_cuda" if device_type == "cuda" else "small_cpu"

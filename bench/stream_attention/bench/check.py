@@ -1,10 +1,11 @@
-"""The oracle check of a run: sampled requests against fp64, every row for being written at all.
+"""The oracle check of a run: sampled rows against fp64, every row for being written at all.
 
 The oracle judges the first pool and the last, and every output is looked at: a plan bound to the
 wrong pool would pass a check of one, and a call that does nothing would pass a check of the ends.
-Requests are checked whole (all their rows and heads) by the project's one tolerance. The longest is
-always among them, then the shortest; how many more is bounded by the oracle's work, so that a cell
-of 2 GiB is checked in seconds and bounded memory.
+Requests are checked by the project's one tolerance, all heads: whole where they have few queries,
+else in runs of rows spread from the first to the last. The one with most queries is always among
+them, then the longest and the shortest; how many more is bounded by the oracle's work, so that a
+cell of 2 GiB is checked in seconds and bounded memory.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.cases import AttentionCase
 from stream_attention.bench.contenders import Work
 from stream_attention.bench.pools import Pool
 from stream_attention.core.cache import KVCache, PagedKVCache
 from stream_attention.core.testing.golden import Golden, golden
 from stream_attention.core.testing.tolerance import compare
 
-# Tokens times query heads that the oracle works through for one pool. On a CPU: the eight requests
-# of the suite `cpu_headline`, some seconds on two cores.
-ORACLE_BUDGET = {"cpu": 1 << 21, "cuda": 1 << 23}
+# Rows times tokens times query heads that the oracle works through for one pool. On a CPU: the
+# eight requests of the suite `cpu_headline`, some seconds on two cores. On a GPU: eight runs of a
+# prefill of 16K tokens and 32 heads.
+ORACLE_BUDGET = {"cpu": 1 << 21, "cuda": 1 << 26}
 MAX_REQUESTS = 8
+RUN_ROWS = 16  # adjoining rows of a request with many: at most MAX_RUNS such runs, 2 at least
+MAX_RUNS = 8
 
 # How outputs of pools are told apart: rows of this many requests, which are the same where their
 # distance is below this share of their length. Rounding, bf16 and atomics stay below 1e-2. Of 16
@@ -57,21 +61,30 @@ class Check:
     poisoned: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Adjoining rows of a request: its queries `start` … `stop - 1`."""
+
+    request: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Expected:
-    """The right answer for some requests of a pool."""
+    """The right answer for some rows of a pool: golden holds those of `runs`, one after another."""
 
     pool: Pool
-    requests: tuple[int, ...]
+    runs: tuple[Run, ...]
     golden: Golden
 
     def verdict(self, out: torch.Tensor) -> Check:
-        """Judge `out` `[batch * q_len, num_qo_heads, head_dim]`. Syncs."""
+        """Judge `out` `[rows, num_qo_heads, head_dim]`. Syncs."""
         case = self.pool.case
         fault = form_fault(out, self.pool) or unwritten(out)
         if fault:
             return failed(self.pool, fault)
-        rows = _rows(self.requests, case.q_len)
+        rows = _rows(self.runs, case)
         got = out[rows.to(out.device)]
         want = self.golden
         shape = tuple(got.shape)
@@ -153,11 +166,13 @@ def _all_poisoned(works: Sequence[Work]) -> bool:
     return not held or bool(torch.stack(held).all())
 
 
-def _sample(out: torch.Tensor, case: DecodeCase) -> torch.Tensor:
+def _sample(out: torch.Tensor, case: AttentionCase) -> torch.Tensor:
     """`[requests, heads * head_dim]` fp32: the last row of some requests with tokens; a copy."""
-    live = [request for request, tokens in enumerate(case.kv_lens) if tokens]
+    sizes = zip(case.kv_lens, case.q_lens, strict=True)
+    live = [request for request, (tokens, queries) in enumerate(sizes) if tokens and queries]
     chosen = live[:: max(1, len(live) // _SAMPLED)][:_SAMPLED]
-    rows = torch.tensor([(request + 1) * case.q_len - 1 for request in chosen], dtype=torch.int64)
+    ends = case.q_offsets[1:]
+    rows = torch.tensor([ends[request] - 1 for request in chosen], dtype=torch.int64)
     return out[rows.to(out.device)].float().flatten(1)
 
 
@@ -237,32 +252,41 @@ def worst(checks: Sequence[Check]) -> Check:
 
 
 def expect(pool: Pool) -> Expected:
-    """Run the oracle on sampled requests of `pool`."""
+    """Run the oracle on sampled rows of `pool`.
+
+    A run of rows is a request of its own that ends where the run does: its queries see the tokens
+    before, so causally it holds `kv_len - q_len + stop` of them, and else all.
+    """
     case, cache = pool.case, pool.cache
     budget = ORACLE_BUDGET.get(pool.q.device.type, ORACLE_BUDGET["cpu"])
-    requests = sample_requests(case.kv_lens, case.num_qo_heads * case.q_len, budget)
-    chosen = torch.tensor(requests, device=pool.q.device)
+    runs = sample_runs(case.kv_lens, case.q_lens, case.num_qo_heads, budget)
+    tokens = [_tokens_seen(case, run) for run in runs]
+    device = pool.q.device
+    chosen = torch.tensor([run.request for run in runs], device=device)
+    lens = torch.tensor(tokens, dtype=torch.int32, device=device)
     part: KVCache
     if isinstance(cache, PagedKVCache):
-        part = replace(
-            cache,
-            page_table=cache.page_table[chosen],
-            sequence_lengths=cache.sequence_lengths[chosen],
-        )
+        part = replace(cache, page_table=cache.page_table[chosen], sequence_lengths=lens)
     else:
-        longest = max(1, *(case.kv_lens[request] for request in requests))
+        longest = max(1, *tokens)
         part = replace(
             cache,
             key=_rows_of(cache.key, chosen, longest, case.layout),
             value=_rows_of(cache.value, chosen, longest, case.layout),
-            sequence_lengths=torch.tensor(
-                [case.kv_lens[request] for request in requests],
-                dtype=torch.int32,
-                device=chosen.device,
-            ),
+            sequence_lengths=lens,
         )
-    q = pool.q.view(case.batch, case.q_len, case.num_qo_heads, case.head_dim)[chosen]
-    return Expected(pool, requests, golden(q, part))
+    sizes = [0, *(run.stop - run.start for run in runs)]
+    offsets = torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+    q = pool.q[_rows(runs, case).to(device)]
+    return Expected(pool, runs, golden(q, part, offsets, causal=case.causal))
+
+
+def _tokens_seen(case: AttentionCase, run: Run) -> int:
+    """Tokens that the last row of a run sees."""
+    tokens = case.kv_lens[run.request]
+    if not case.causal:
+        return tokens
+    return max(0, tokens - case.q_lens[run.request] + run.stop)
 
 
 def _rows_of(
@@ -275,25 +299,50 @@ def _rows_of(
     return kept.view(torch.uint8)[requests].view(tensor.dtype)  # torch indexes no fp8
 
 
-def sample_requests(kv_lens: Sequence[int], width: int, budget: int) -> tuple[int, ...]:
-    """Requests to check, ascending: longest, shortest, then evenly spread by length.
+def sample_runs(
+    kv_lens: Sequence[int], q_lens: Sequence[int], heads: int, budget: int
+) -> tuple[Run, ...]:
+    """Rows to check, ascending: of the busiest request, the longest, the shortest, then others.
 
-    `width` is query heads times queries. Stops at `MAX_REQUESTS` or when Σ kv_len · width passes
-    `budget`; the first request is always taken.
+    The busiest has most queries; the others are evenly spread by length. Stops at `MAX_REQUESTS` or
+    when Σ rows · kv_len · heads passes `budget`; the first request is always taken. Requests
+    without queries have no rows.
     """
-    order = sorted(range(len(kv_lens)), key=lambda request: (kv_lens[request], request))
+    live = [request for request, queries in enumerate(q_lens) if queries]
+    order = sorted(live, key=lambda request: (kv_lens[request], request))
     count = min(MAX_REQUESTS, len(order))
     spread = [order[round(i * (len(order) - 1) / max(count - 1, 1))] for i in range(count)]
-    candidates = list(dict.fromkeys([spread[-1], spread[0], *spread[1:-1]]))
-    chosen, spent = [], 0
-    for request in candidates:
-        cost = kv_lens[request] * width
+    # Of those with equally many queries the longest.
+    busiest = max(order, key=lambda request: (q_lens[request], kv_lens[request]))
+    candidates = list(dict.fromkeys([busiest, spread[-1], spread[0], *spread[1:-1]]))
+    chosen: list[Run] = []
+    spent = 0
+    for request in candidates[:MAX_REQUESTS]:
+        row_cost = kv_lens[request] * heads
+        runs = _runs(request, q_lens[request], budget // max(1, row_cost))
+        cost = row_cost * sum(run.stop - run.start for run in runs)
         if chosen and spent + cost > budget:
             continue
-        chosen.append(request)
+        chosen += runs
         spent += cost
-    return tuple(sorted(chosen))
+    return tuple(sorted(chosen, key=lambda run: (run.request, run.start)))
 
 
-def _rows(requests: Sequence[int], q_len: int) -> torch.Tensor:
-    return torch.tensor([request * q_len + i for request in requests for i in range(q_len)])
+def _runs(request: int, queries: int, rows: int) -> list[Run]:
+    """All rows of a request where `rows` hold them, else runs of them, first and last among these.
+
+    They are spread evenly, so that they begin and end anywhere in a kernel's tiles.
+    """
+    if queries <= max(rows, 2 * RUN_ROWS):
+        return [Run(request, 0, queries)]
+    count = min(max(rows // RUN_ROWS, 2), MAX_RUNS)
+    starts = [round(i * (queries - RUN_ROWS) / (count - 1)) for i in range(count)]
+    return [Run(request, start, start + RUN_ROWS) for start in starts]
+
+
+def _rows(runs: Sequence[Run], case: AttentionCase) -> torch.Tensor:
+    """Row numbers of some runs, one run after another."""
+    starts = case.q_offsets
+    return torch.tensor(
+        [starts[run.request] + i for run in runs for i in range(run.start, run.stop)]
+    )

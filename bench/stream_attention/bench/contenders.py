@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.cases import AttentionCase
 from stream_attention.bench.pools import Pool
 from stream_attention.core.errors import Faults
 
@@ -37,17 +38,19 @@ PEER_POISON = 1000.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """One bound problem: `run()` writes `out` `[batch * q_len, num_qo_heads, head_dim]`.
+    """One bound problem: `run()` writes `out` `[rows, num_qo_heads, head_dim]`.
 
     output: where `run()` returns the result in a fresh tensor, `out` is `None` and `output()` gives
     the latest one. note: what the contender chose, such as a number of splits. Each work should
     have an output of its own: a shared one holds the last result only when the timed runs are over.
+    resolved: the route that runs, where the contender chose one; "" = the contender itself.
     """
 
     run: Callable[[], Any]
     out: torch.Tensor | None = None
     output: Callable[[], torch.Tensor] | None = None
     note: str = ""
+    resolved: str = ""
 
     def result(self) -> torch.Tensor:
         """The output of the last run."""
@@ -68,11 +71,31 @@ class Work:
             self.result().fill_(float("nan"))
 
 
-Build = Callable[[DecodeCase, Sequence[Pool], torch.device], Sequence[Work]]
-Supports = Callable[[DecodeCase, torch.device], Iterable[str]]
+Facts = tuple[tuple[str, str], ...]
+"""Names with values, ascending by name."""
+
+Build = Callable[[AttentionCase, Sequence[Pool], torch.device], Sequence[Work]]
+Supports = Callable[[AttentionCase, torch.device], Iterable[str]]
 
 
-def _always(case: DecodeCase, device: torch.device) -> tuple[str, ...]:
+def _always(case: AttentionCase, device: torch.device) -> tuple[str, ...]:
+    return ()
+
+
+def distribution_versions(*names: str) -> dict[str, str]:
+    """Installed distributions among `names`, with their versions."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _torch_version() -> dict[str, str]:
+    return distribution_versions("torch")
+
+
+def _no_kernel(case: AttentionCase, device: torch.device) -> Facts:
     return ()
 
 
@@ -82,7 +105,8 @@ class Contender:
 
     graph_safe: on a GPU, `run` may be captured in a CUDA graph; if not, only eager runs time it.
     batch_invariant: a peer that promises what a case with that flag asks. A route says it by
-    `supports`.
+    `supports`. versions: the distributions that it computes with, by name, as far as installed.
+    kernel: facts of the kernel that it launches for a case, names with values; `()` = not known.
     """
 
     name: str
@@ -91,12 +115,14 @@ class Contender:
     supports: Supports = _always
     graph_safe: bool = True
     batch_invariant: bool = False
+    versions: Callable[[], dict[str, str]] = _torch_version
+    kernel: Callable[[AttentionCase, torch.device], Facts] = _no_kernel
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: must be 'route' or 'peer'; use 'peer'")
 
-    def reasons(self, case: DecodeCase, device: torch.device) -> tuple[str, ...]:
+    def reasons(self, case: AttentionCase, device: torch.device) -> tuple[str, ...]:
         """Every reason why it cannot serve the case; empty when it can."""
         found = tuple(self.supports(case, device))
         if case.batch_invariant and self.kind == "peer" and not self.batch_invariant:
@@ -146,16 +172,20 @@ def peer(
     supports: Supports = _always,
     kind: str = "peer",
     batch_invariant: bool = False,
+    versions: Callable[[], dict[str, str]] = _torch_version,
     registry: PeerRegistry | None = None,
 ) -> Callable[[Build], Build]:
     """Decorator: register a build function as the contender `name`.
 
     kind: `"route"` for one that obeys the contract on unused slots and counts as ours.
     batch_invariant: it promises that the bits of a request do not depend on the rest of the batch.
+    versions: the distributions that it computes with, where they are more than torch.
     """
 
     def register(build: Build) -> Build:
-        contender = Contender(name, kind, build, supports, batch_invariant=batch_invariant)
+        contender = Contender(
+            name, kind, build, supports, batch_invariant=batch_invariant, versions=versions
+        )
         (registry or _DEFAULT).add(contender)
         return build
 
@@ -165,14 +195,16 @@ def peer(
 def load_peers(modules: Iterable[str] = ()) -> PeerRegistry:
     """Every peer of `stream_attention.bench.peers` and of `modules`.
 
+    A module whose name starts with `_` is a piece that others share, and brings no peer.
     A module of ours that fails to import is missing with its reason. One that the user named is
     what the run is about: `ValueError` with all of those.
     """
     from stream_attention.bench import peers
 
-    found = [f"{peers.__name__}.{entry.name}" for entry in pkgutil.iter_modules(peers.__path__)]
-    for module in sorted(found):
-        _DEFAULT.load(module)
+    names = sorted(entry.name for entry in pkgutil.iter_modules(peers.__path__))
+    for name in names:
+        if not name.startswith("_"):
+            _DEFAULT.load(f"{peers.__name__}.{name}")
     faults = Faults()
     for module in modules:
         try:

@@ -7,7 +7,8 @@ import os
 from absl import flags
 
 from stream_attention.bench import flag_types
-from stream_attention.bench.cases import FP8, SUITES
+from stream_attention.bench.cases import FP8
+from stream_attention.bench.suites import SUITES
 from stream_attention.core.problem import CACHE_KINDS
 
 # Flags that describe one case; together with --suite they would contradict it.
@@ -25,6 +26,8 @@ SHAPE_FLAGS = (
     "cache",
     "capacity",
     "batch_invariant",
+    "q_lengths",
+    "causal",
 )
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -38,7 +41,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define.lengths(
         "lengths",
         "KV tokens a request: N, a comma list, lognormal:MEAN:SIGMA:SEED, skewed[:LONG:SHORT], "
-        "range:LO:HI:SEED (default 4096).",
+        "range:LO:HI:SEED, mixed:NUM:LONG:MEAN:SIGMA:SEED (default 4096).",
     )
     count("num_qo_heads", None, "Query heads (default 32).", low=1, nearest=32)
     count("num_kv_heads", None, "KV heads (default 8).", low=1, nearest=8)
@@ -81,10 +84,18 @@ def define_flags(values: flags.FlagValues) -> None:
     count(
         "q_len",
         None,
-        "Query tokens a request; more than 1 is verify (default 1).",
+        "Query tokens of every request; more than 1 is verify or prefill (default 1).",
         low=1,
         nearest=1,
         high=2**20,
+    )
+    define.lengths(
+        "q_lengths",
+        "Query tokens of each request in place of --q_len, in the language of --lengths: "
+        "mixed:4:512:1:0:0 is four chunks of 512 tokens and decodes.",
+    )
+    define.switch(
+        "causal", None, "A query sees tokens up to its own; --nocausal: all (default causal)."
     )
     choice("device", "auto", ("auto", "cpu", "cuda"), "Where to run.")
     choice("suite", None, tuple(SUITES), "A named list of cases, in place of the shape flags.")
@@ -100,5 +111,26 @@ def define_flags(values: flags.FlagValues) -> None:
     define.switch("eager", False, "CUDA: time eager launches in place of graph replay.")
     define.switch("warm", False, "One pool over and over, in place of a cold rotation.")
     define.switch("isolate", False, "Run each contender in a process of its own.")
-    count("worker_seconds", 1800, "Limit on one isolated worker.", low=1, nearest=1800)
+    count("case_seconds", 300, "Limit on one case of an isolated worker.", low=1, nearest=300)
+    count(
+        "start_seconds",
+        900,
+        "Limit on an isolated worker's imports, and on its warm-up, where kernels are compiled.",
+        low=1,
+        nearest=900,
+    )
+    define.switch("warm_up", True, "Have isolated workers compile for all cases first, at once.")
+    define.repeated(
+        "peer_paths",
+        "NAME_OR_PREFIX=DIR[:DIR]: folders of packages that come first on the import path of the "
+        "workers of these contenders. Repeated, or separated by commas.",
+    )
+    define.text(
+        "paired",
+        None,
+        "Time these in turns too: ROUTE:PEER, separated by commas, or best: each of our native "
+        "routes beside the best peer of the case.",
+    )
+    count("pairs", 50, "Samples of each side of a pair.", low=1, nearest=50)
     define.text("json", None, "Write raw samples and environment to this file.")
+    define.switch("resume", False, "Keep what the file of --json has, and run the rest.")

@@ -157,6 +157,10 @@ class FlagDefiner:
         """A flag for names separated by commas, none by default."""
         flags.DEFINE_list(name, [], help_text, self.values)
 
+    def repeated(self, name: str, help_text: str) -> None:
+        """A flag that may be given several times, none by default."""
+        flags.DEFINE_multi_string(name, [], help_text, self.values)
+
     def switch(self, name: str, default: bool | None, help_text: str) -> None:
         """A flag that is on or off; `None` tells one that was not given."""
         flags.DEFINE_bool(name, default, help_text, self.values)

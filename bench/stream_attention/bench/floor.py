@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from stream_attention.bench.formulas import MIB
 from stream_attention.bench.machine import cold_rotation_bytes
 from stream_attention.bench.timing import Timing, measure
 from stream_attention.core.errors import Faults
+from stream_attention.core.formulas import MIB
 
 # A case may be this much larger than the largest size: q and tables lie beside its KV.
 _REACH = 1.1

@@ -7,7 +7,8 @@ The backend does nothing, so what is timed is the engine alone: `plan.run()`, `p
 without validation, and the import in a fresh process over `import torch`; where that takes long it
 has fewer samples, and says so. These rows need no GPU.
 Where the route `sm90_decode` can run, its `plan.run()` is timed too, over requests without tokens,
-as a whole and in its two parts; elsewhere the row says why it is missing.
+as a whole and in its two parts; elsewhere the row says why it is missing. What choosing a route
+costs is timed over the phase database inside the wheel, on a problem that was measured.
 
 Exit status: 0; 1 when a bar is not met; 2 for bad flags; 4 when the file of --json could not be
 written, 5 when the report could not be printed; 130 when interrupted.
@@ -31,7 +32,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stream_attention.bench import flag_types, report
-from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.cases import AttentionCase
+from stream_attention.bench.choice import measure_choice
 from stream_attention.bench.imports import measure_import
 from stream_attention.bench.lengths import uniform
 from stream_attention.bench.machine import Environment, environment
@@ -46,6 +48,7 @@ from stream_attention.core.device import device_facts
 from stream_attention.core.launch import BoundTensors
 from stream_attention.core.registry import AttentionRecord, Registry, default_registry
 from stream_attention.core.tile_plan import AttentionTilePlan
+from stream_attention.planner.phase_db import PhaseDatabase
 from stream_attention.planner.watch import tensor_guards
 
 FLAGS = flags.FLAGS
@@ -55,17 +58,20 @@ NATIVE_ROUTE = "sm90_decode"
 NATIVE_RUN = f"plan.run() of {NATIVE_ROUTE}, no tokens"
 NATIVE_LAUNCH = "… its launch alone"
 NATIVE_CHECKS = "… its staleness check alone"
+CHOICE = "choosing a route by evidence"
 
 # The project's bars, in microseconds.
 RUN_BAR_US = 8.0
 PLAN_BAR_US = 500.0
 IMPORT_BAR_US = 300_000.0
 NATIVE_RUN_BAR_US = 3.0
+CHOICE_BAR_US = 50.0
 
 SLOW_CHECK = "plan.run() compares shapes and strides in Python: this torch has no guard that does"
 
 # Launches between two syncs: with a thousand in its queue a launch waits for the GPU.
 LAUNCHES_A_SAMPLE = 200
+CHOICES_A_SAMPLE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +143,9 @@ def measure_costs(*, repeats: int = 2000, samples: int = 25) -> tuple[Cost, ...]
     """`plan.run()`, `plan()` and the floor of a Python call, on a decode step of 8 requests."""
     from stream_attention import StreamAttnEngine
 
-    case = DecodeCase(batch=8, lengths=uniform(64), num_qo_heads=8, num_kv_heads=2, head_dim=64)
+    case = AttentionCase(batch=8, lengths=uniform(64), num_qo_heads=8, num_kv_heads=2, head_dim=64)
     pool = build_pool(case, torch.device("cpu"), seed=0)
-    engine = StreamAttnEngine(registry=noop_registry())
+    engine = StreamAttnEngine(registry=noop_registry(), phase_db=())
     plan = engine.plan(pool.q, pool.cache, mode="exact_native")
     _, info = plan.run()
     assert info.route == NOOP_ROUTE, info
@@ -179,7 +185,7 @@ def native_costs(
     """
     from stream_attention import StreamAttnEngine
 
-    case = DecodeCase(
+    case = AttentionCase(
         batch=8, lengths=uniform(0), num_qo_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16"
     )
     registry = default_registry() if registry is None else registry
@@ -195,7 +201,9 @@ def native_costs(
     record = records[NATIVE_ROUTE]
     pool = build_pool(case, device, seed=0)
     plan, checks = (
-        StreamAttnEngine(registry=holding).plan(pool.q, pool.cache, mode="exact_native")
+        StreamAttnEngine(registry=holding, phase_db=()).plan(
+            pool.q, pool.cache, mode="exact_native"
+        )
         for holding in (_only(record), noop_registry())
     )
     assert (plan.route, checks.route) == (NATIVE_ROUTE, NOOP_ROUTE), (plan, checks)
@@ -217,7 +225,7 @@ def native_costs(
 
 
 def _native_reasons(
-    case: DecodeCase, device: torch.device, registry: Registry, record: AttentionRecord | None
+    case: AttentionCase, device: torch.device, registry: Registry, record: AttentionRecord | None
 ) -> tuple[str, ...]:
     """Why the route cannot serve `case` on `device`; empty when it can."""
     if record is not None:
@@ -235,6 +243,12 @@ def _only(record: AttentionRecord) -> Registry:
         dataclasses.replace(record, estimate_us=lambda problem, device: 0.0)
     )
     return registry
+
+
+def choice_cost(*, samples: int = 25, database: PhaseDatabase | None = None) -> Cost:
+    """Ranking the routes of a measured problem; `database` as in `measure_choice`."""
+    found = measure_choice(repeats=CHOICES_A_SAMPLE, samples=samples, database=database)
+    return Cost(CHOICE, found.timing, CHOICE_BAR_US, missing=found.missing, note=found.note)
 
 
 def import_costs(samples: int) -> tuple[Cost, ...]:
@@ -325,6 +339,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues) -> int:
     costs = (
         *measure_costs(repeats=values.repeats, samples=values.samples),
         *native_costs(samples=values.samples),
+        choice_cost(samples=values.samples),
         *import_costs(values.imports),
     )
     written = path

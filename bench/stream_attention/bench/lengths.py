@@ -1,4 +1,4 @@
-"""KV lengths as data: a small language that a flag, a case name and a JSON file share.
+"""Lengths of requests as data: a small language that a flag, a case name and a JSON file share.
 
 4096                     every request holds 4096 tokens
 300,17,0                 one value a request
@@ -6,6 +6,9 @@ lognormal:4608:1.0:0     mean 4608 tokens, sigma 1.0 of the logarithm, seed 0
 skewed                   one request of 64K tokens, the rest of 512
 skewed:8192:64           one of 8192, the rest of 64
 range:300:900:0          uniform integers 300 .. 900, seed 0
+mixed:4:2560:4787:1.0:0  four requests of 2560, the rest lognormal:4787:1.0:0
+
+They are also the language of query lengths: mixed:4:512:1:0:0 is four chunks of 512 and decodes.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 
 from stream_attention.core.errors import Faults
 
-KINDS = ("uniform", "list", "lognormal", "skewed", "range")
+KINDS = ("uniform", "list", "lognormal", "skewed", "range", "mixed")
 # Here one request holds nearly all tokens; exp() of a draw overflows from about 100.
 MAX_SIGMA = 10
 MAX_TOKENS = 2**31 - 1
@@ -26,22 +29,28 @@ _FIELDS = {
     "lognormal": ("MEAN", "SIGMA", "SEED"),
     "skewed": ("LONG", "SHORT"),
     "range": ("LO", "HI", "SEED"),
+    "mixed": ("NUM", "LONG", "MEAN", "SIGMA", "SEED"),
 }
 _EXAMPLES = {
     "uniform": (4096,),
     "lognormal": (4608, 1.0, 0),
     "skewed": (65536, 512),
     "range": (300, 900, 0),
+    "mixed": (4, 2560, 4787, 1.0, 0),
 }
-_FORMS = "N, a comma list, lognormal:MEAN:SIGMA:SEED, skewed[:LONG:SHORT], range:LO:HI:SEED"
+_FORMS = (
+    "N, a comma list, lognormal:MEAN:SIGMA:SEED, skewed[:LONG:SHORT], range:LO:HI:SEED, "
+    "mixed:NUM:LONG:MEAN:SIGMA:SEED"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of KV lengths; `draw(batch)` gives the same list on every machine.
+    """A distribution of lengths; `draw(batch)` gives the same list on every machine.
 
     kind: one of `KINDS`. numbers: uniform (n,); list: the lengths; lognormal (mean, sigma, seed);
-    skewed (long, short); range (low, high, seed). Raises `ValueError` with every fault.
+    skewed (long, short); range (low, high, seed); mixed (num, long, mean, sigma, seed), the rest of
+    which is what lognormal (mean, sigma, seed) draws for it. Raises `ValueError` with every fault.
     """
 
     kind: str
@@ -66,26 +75,36 @@ class Lengths:
             return "skewed"
         return ":".join([self.kind, *shown])
 
-    def draw(self, batch: int) -> tuple[int, ...]:
-        """`batch` lengths. A list must have that many entries (or one): else `ValueError`."""
+    def draw(self, batch: int, name: str = "lengths") -> tuple[int, ...]:
+        """`batch` lengths. A list must have that many entries, and mixed no more long ones.
+
+        Raises `ValueError`, which calls the lengths `name`.
+        """
         if self.kind == "uniform":
             return (int(self.numbers[0]),) * batch
         if self.kind == "list":
             if len(self.numbers) != batch:
                 raise ValueError(
-                    f"lengths={self}: has {len(self.numbers)} values, one a request is needed for "
+                    f"{name}={self}: has {len(self.numbers)} values, one a request is needed for "
                     f"batch={batch}; use --batch={len(self.numbers)}"
                 )
             return tuple(int(number) for number in self.numbers)
         if self.kind == "skewed":
             long, short = self.numbers
             return (int(long), *(int(short),) * (batch - 1))
+        if self.kind == "mixed" and self.numbers[0] > batch:
+            raise ValueError(
+                f"{name}={self}: has {int(self.numbers[0])} long requests, more than "
+                f"batch={batch}; use --batch={int(self.numbers[0])}"
+            )
         *_, seed = self.numbers
         source = random.Random(int(seed))
         if self.kind == "range":
             low, high = int(self.numbers[0]), int(self.numbers[1])
             return tuple(source.randint(low, high) for _ in range(batch))
-        return _lognormal(batch, self.numbers[0], self.numbers[1], source)
+        *first, mean, sigma, _ = self.numbers
+        leading = (int(first[1]),) * int(first[0]) if first else ()
+        return (*leading, *_lognormal(batch - len(leading), mean, sigma, source))
 
 
 def _check_numbers(kind: str, numbers: tuple[float, ...], faults: Faults) -> None:
@@ -108,7 +127,7 @@ def _check_numbers(kind: str, numbers: tuple[float, ...], faults: Faults) -> Non
 
 def _limits(name: str) -> tuple[int, int]:
     """The range of a field."""
-    return 1 if name in ("MEAN", "LONG") else 0, MAX_SIGMA if name == "SIGMA" else MAX_TOKENS
+    return 1 if name in ("MEAN", "LONG", "NUM") else 0, MAX_SIGMA if name == "SIGMA" else MAX_TOKENS
 
 
 def _nearest(name: str, number: float) -> float:
@@ -123,7 +142,7 @@ def _nearest(name: str, number: float) -> float:
 def _lognormal(batch: int, mean: float, sigma: float, source: random.Random) -> tuple[int, ...]:
     """Lognormal draws scaled so that their sum is batch · mean up to rounding, each at least 1."""
     raw = [source.lognormvariate(0.0, sigma) for _ in range(batch)]
-    scale = batch * mean / sum(raw)
+    scale = batch * mean / sum(raw) if raw else 1.0
     return tuple(max(1, round(value * scale)) for value in raw)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from stream_attention.bench.formulas import MIB
+from stream_attention.core.formulas import MIB
 
 # KV pools of a cold rotation exceed the cache by this factor: by the time a pool comes round again,
 # nothing of it is left, also with a replacement policy that is not LRU.
@@ -63,12 +65,20 @@ def _parse_size(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where and how a run was made; part of every JSON file. `None` = could not be found out."""
+    """Where and how a run was made; part of every JSON file. `None` = could not be found out.
+
+    num_sms: multiprocessors, on a CPU its threads. sm_clock_mhz, memory_clock_mhz: highest that the
+    device may run at. commit: of the source, `+changes` added where tracked files differ from it;
+    of an installed package `files-` and the SHA-256 of its files, 40 digits. started_at: UTC.
+    """
 
     device: str
     device_type: str
     arch: str
     cache_bytes: int
+    num_sms: int
+    sm_clock_mhz: int | None
+    memory_clock_mhz: int | None
     threads: int
     cpu: str
     driver: str | None
@@ -77,8 +87,9 @@ class Environment:
     torch: str
     triton: str | None
     flashinfer: str | None
-    commit: str | None
+    commit: str
     command: str
+    started_at: str
     load_average: float
     num_cpus: int
 
@@ -102,7 +113,7 @@ class Environment:
         return (
             f"{where}, {cache} {self.cache_bytes / MIB:.0f} MiB",
             f"with    {', '.join(versions)}",
-            f"commit  {self.commit or 'unknown'}",
+            f"commit  {self.commit}",
             f"command {self.command}",
             *busy,
         )
@@ -111,15 +122,21 @@ class Environment:
 def environment(device: torch.device) -> Environment:
     """Read the facts; runs `git` and `nvidia-smi` where they exist."""
     cuda = device.type == "cuda"
-    name, arch = _cpu_name(), "cpu"
+    name, arch, num_sms = _cpu_name(), "cpu", torch.get_num_threads()
+    sm_clock, memory_clock = None, None
     if cuda:
         properties = torch.cuda.get_device_properties(device)
         name, arch = properties.name, f"sm_{properties.major}{properties.minor}"
+        num_sms = properties.multi_processor_count
+        sm_clock, memory_clock = _highest_clocks(device)
     return Environment(
         device=name,
         device_type=device.type,
         arch=arch,
         cache_bytes=cache_bytes(device),
+        num_sms=num_sms,
+        sm_clock_mhz=sm_clock,
+        memory_clock_mhz=memory_clock,
         threads=torch.get_num_threads(),
         cpu=_cpu_name(),
         driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -132,9 +149,41 @@ def environment(device: torch.device) -> Environment:
         flashinfer=_version("flashinfer-python"),
         commit=_commit(),
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        started_at=utc_now(),
         load_average=os.getloadavg()[0],
         num_cpus=os.cpu_count() or 1,
     )
+
+
+def utc_now() -> str:
+    """The time in UTC, ISO 8601 to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _highest_clocks(device: torch.device) -> tuple[int | None, int | None]:
+    """Highest clocks of multiprocessors and memory in MHz, of the device that torch means."""
+    found = _query(device, "clocks.max.sm,clocks.max.memory")
+    return (found[0], found[1]) if len(found) == 2 else (None, None)
+
+
+def current_clocks(device: torch.device) -> tuple[tuple[str, str], ...]:
+    """Clocks of multiprocessors and memory now, in MHz, as names with values; `()` where none."""
+    found = _query(device, "clocks.sm,clocks.memory")
+    names = ("sm_clock_mhz", "memory_clock_mhz")
+    pairs = zip(names, found, strict=False)
+    return tuple(sorted((name, str(number)) for name, number in pairs if number is not None))
+
+
+def _query(device: torch.device, fields: str) -> list[int | None]:
+    """Numbers that `nvidia-smi` gives for `device`; `[]` where it gives none."""
+    if device.type != "cuda":
+        return []
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    which = [] if uuid is None else [f"--id=GPU-{uuid}"]
+    command = [f"--query-gpu={fields}", "--format=csv,noheader,nounits", *which]
+    line = _output("nvidia-smi", *command) or ""
+    words = [word.strip() for word in line.split(",")] if line else []
+    return [int(word) if word.isdigit() else None for word in words]
 
 
 def _cpu_name() -> str:
@@ -165,12 +214,38 @@ def _output(*command: str, cwd: str | None = None) -> str | None:
     return lines[0].strip() if lines else ""
 
 
-def _commit() -> str | None:
-    """The source's commit, with `+changes` when tracked files differ from it."""
+def _commit() -> str:
+    """The source's commit, with `+changes` when tracked files differ from it.
+
+    An installed package has none, also where it lies in a checkout of something else: its files
+    speak for it.
+    """
+    here = Path(__file__).resolve()
+    folders = [here.parent]
     # Under `bazel run` the process starts in the runfiles; Bazel names the workspace it came from.
-    root = os.environ.get("BUILD_WORKSPACE_DIRECTORY") or str(Path(__file__).resolve().parent)
-    head = _output("git", "rev-parse", "HEAD", cwd=root)
-    if not head:
-        return None
-    changed = _output("git", "status", "--porcelain", "--untracked-files=no", cwd=root)
-    return f"{head}+changes" if changed else head
+    if workspace := os.environ.get("BUILD_WORKSPACE_DIRECTORY"):
+        folders.append(Path(workspace, "bench", "stream_attention", "bench"))
+    for folder in folders:
+        root = str(folder)
+        if folder.is_dir() and _output("git", "ls-files", here.name, cwd=root) == here.name:
+            head = _output("git", "rev-parse", "HEAD", cwd=root)
+            changed = _output("git", "status", "--porcelain", "--untracked-files=no", cwd=root)
+            return f"{head}+changes" if changed else str(head)
+    return f"files-{files_digest()}"
+
+
+def files_digest() -> str:
+    """SHA-256 of the installed files of all our packages, by name and content, 40 digits."""
+    import stream_attention
+
+    digest = hashlib.sha256()
+    found = {
+        path.relative_to(root).as_posix(): path
+        for root in map(Path, stream_attention.__path__)
+        for path in root.rglob("*")
+        if path.suffix in (".py", ".so", ".json") and path.is_file()
+    }
+    for name in sorted(found):
+        digest.update(f"{name}\0".encode())
+        digest.update(hashlib.sha256(found[name].read_bytes()).digest())
+    return digest.hexdigest()[:40]

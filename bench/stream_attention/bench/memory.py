@@ -41,6 +41,23 @@ def peak_extra(device: torch.device, work: Callable[[], Result]) -> tuple[Result
     return result, max(0, _status_bytes("VmHWM") - before)
 
 
+def held_bytes(device: torch.device) -> int | None:
+    """Bytes that tensors hold on a CUDA device, by torch's allocator; `None` on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def num_allocations(device: torch.device, work: Callable[[], object]) -> int | None:
+    """Calls of torch's CUDA allocator while `work` is enqueued; `None` on a CPU, work is not run.
+
+    What a library allocates by itself is not seen.
+    """
+    if device.type != "cuda":
+        return None
+    before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
+    work()
+    return torch.cuda.memory_stats(device)["allocation.all.allocated"] - before
+
+
 def _return_freed_memory() -> None:
     """Give freed heap back to the system: memory that is used again would not show as a rise."""
     try:

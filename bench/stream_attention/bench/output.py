@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import tempfile
 from pathlib import Path
 
+from stream_attention.core.atomic_files import replace_file
+
 UNWRITTEN = 4  # exit status of a program whose results did not reach their file
-# A folder where others' files stay (sticky), a file that is a mount, a file system in layers.
-_NOT_REPLACED = (errno.EPERM, errno.EBUSY, errno.EXDEV)
 
 
 def output_path(text: str | None) -> Path | None:
@@ -79,30 +78,8 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text)
         return
     path = path.resolve()
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".stream_attention_", suffix=".part")
-    try:
-        with open(handle, "w") as file:
-            file.write(text)
-            os.fchmod(handle, mode)
-        try:
-            os.replace(draft, path)
-        except OSError as error:
-            if error.errno not in _NOT_REPLACED:
-                raise
-            path.write_text(text)
-            os.unlink(draft)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
-        raise
-
-
-def _umask() -> int:
-    """The mode bits that new files of this process do not get."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+    mode = path.stat().st_mode & 0o777 if path.exists() else None
+    replace_file(path, text.encode(), mode=mode, in_place=True)
 
 
 def write_fault(path: Path, error: OSError) -> str:

@@ -9,7 +9,12 @@
 
 Suites beside the quick ones: performance_decode (serving shapes), ragged (uneven lengths, verify),
 decode_small, decode_pages (page sizes and contiguous), decode_dims (odd groups and head dims),
-decode_fp8, decode_capacity (a plan for 128K tokens at 512) and decode_invariant.
+decode_fp8, decode_capacity (a plan for 128K tokens at 512), decode_invariant, mixed (chunks of
+prefill beside decodes), mixed_split (their parts alone), micro_prefill and prefill.
+
+With --isolate every contender has a process of its own, with folders of its own on the import path
+where --peer_paths names some: a crash, a hang or a clash of imports costs one row. --paired times
+two contenders in turns. --resume goes on with the file of --json where a run was stopped.
 
 Every row is checked against the fp64 oracle in the same run, on outputs poisoned just before the
 timed work. A run of several cases ends with a summary: a line a case, its time over that of its
@@ -22,9 +27,10 @@ could not be printed, at once without --json; 130 when interrupted. The first th
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import contextlib
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,19 +38,23 @@ from absl import app, flags
 from rich.console import Console
 
 from stream_attention.bench import contenders as contenders_lib
-from stream_attention.bench import flag_types, report, summary
-from stream_attention.bench.cases import SUITES, DecodeCase, default_suite
+from stream_attention.bench import flag_types, pairs, report, resume, summary
+from stream_attention.bench.campaign import Campaign, InProcess, Kept, State, run_campaign
+from stream_attention.bench.cases import AttentionCase
 from stream_attention.bench.decode_flags import SHAPE_FLAGS, define_flags
 from stream_attention.bench.floor import ReadCurve, measure_read_curve
-from stream_attention.bench.isolate import run_workers
+from stream_attention.bench.isolate import Isolation, Workers
 from stream_attention.bench.lengths import uniform
-from stream_attention.bench.machine import environment
+from stream_attention.bench.machine import Environment, environment
 from stream_attention.bench.output import UNWRITTEN, output_path
+from stream_attention.bench.peer_paths import parse_paths
 from stream_attention.bench.progress import reporter
-from stream_attention.bench.results import CaseResult, Run, Sink
+from stream_attention.bench.results import Run, Sink
 from stream_attention.bench.routes import missing_packages, route_contenders
-from stream_attention.bench.runner import Settings, run_case
+from stream_attention.bench.runner import Settings
 from stream_attention.bench.screen import UNPRINTED, Screen, Unprintable, say, say_interrupted
+from stream_attention.bench.spent import Spent
+from stream_attention.bench.suites import SUITES, default_suite
 
 FLAGS = flags.FLAGS
 
@@ -65,7 +75,7 @@ def chosen_device(name: str) -> torch.device:
 
 def chosen_cases(
     values: dict[str, object], suite: str | None, device_type: str
-) -> tuple[DecodeCase, ...]:
+) -> tuple[AttentionCase, ...]:
     """The suite's cases, or the one that the shape flags describe, or the device's default suite.
 
     values: shape flags by name, `None` where not given. Raises `ValueError` with every fault.
@@ -81,13 +91,22 @@ def chosen_cases(
     lengths = given.setdefault("lengths", uniform(4096))
     given.setdefault("batch", len(lengths.numbers) if lengths.kind == "list" else 8)
     given.setdefault("dtype", "bfloat16" if device_type == "cuda" else "float32")
-    return (DecodeCase(**given),)
+    return (AttentionCase(**given),)
 
 
-def chosen_contenders(
-    routes: str, peers: str, modules: Sequence[str]
-) -> tuple[tuple[contenders_lib.Contender, ...], dict[str, str]]:
-    """Contenders in the order they are run, ours first, and packages that brought none."""
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """contenders: in the order they are run, ours first. known: all that a pair may name.
+    missing: packages that brought none, with the reason.
+    """
+
+    contenders: tuple[contenders_lib.Contender, ...]
+    known: Mapping[str, contenders_lib.Contender]
+    missing: dict[str, str]
+
+
+def chosen_contenders(routes: str, peers: str, modules: Sequence[str]) -> Chosen:
+    """The contenders that the flags name. Raises `ValueError` for none, and for unknown names."""
     registry = contenders_lib.load_peers(modules)
     every = contenders_lib.join_names(route_contenders(), registry.peers.values())
     picked = []
@@ -96,7 +115,7 @@ def chosen_contenders(
         picked += contenders_lib.choose(available, _names(wanted), f"--{kind}s")
     if not picked:
         raise ValueError("--routes=none --peers=none: nothing to run; use --routes=all")
-    return tuple(picked), {**missing_packages(), **registry.missing}
+    return Chosen(tuple(picked), every, {**missing_packages(), **registry.missing})
 
 
 def _names(text: str) -> tuple[str, ...] | None:
@@ -112,84 +131,111 @@ def _names(text: str) -> tuple[str, ...] | None:
 class Job:
     """What the flags ask for, resolved.
 
-    sink: the file of --json. screen: where the report goes. arguments: the flags as given, for
-    workers. worker_seconds: limit on one isolated worker, `None` = everything in this process.
+    sink: the file of --json. screen: where the report goes. isolation: of workers, `None` =
+    everything in this process. earlier: the run that this one goes on with, kept: what it has.
     """
 
-    cases: tuple[DecodeCase, ...]
-    contenders: tuple[contenders_lib.Contender, ...]
-    missing: dict[str, str]
+    cases: tuple[AttentionCase, ...]
+    chosen: Chosen
     device: torch.device
     settings: Settings
     options: dict[str, Any]
+    environment: Environment
     sink: Sink
     screen: Screen
-    arguments: tuple[str, ...] = ()
-    worker_seconds: float | None = None
+    isolation: Isolation | None = None
+    pairing: pairs.Pairing = field(default_factory=pairs.Pairing)
+    earlier: Run | None = None
+    kept: Kept = field(default_factory=Kept)
 
 
 def run_all(job: Job) -> Run:
     """Measure; as results come in, write the JSON file and then print.
 
-    Isolated workers take all cases one after another: the file is written after every worker, and
-    all is printed when the last has ended. Raises `Unprintable` without a file.
+    The file is written after rows, and always after a case. Raises `Unprintable` without a file.
     """
-    screen = job.screen
-    facts = environment(job.device)
-    screen.show(report.print_header, facts)
-    with reporter(len(job.cases)) as progress:
-        progress.start("read curve")
-        curve = measure_read_curve(
-            [case.moved_bytes for case in job.cases],
-            job.device,
-            on_size=lambda size: progress.step(f"{size >> 20} MiB"),
-        )
+    begin, spent, screen = time.monotonic(), Spent(), job.screen
+    screen.show(report.print_header, job.environment)
+    with spent.on("read curve"):
+        curve = _read_curve(job)
     screen.show(report.print_curve, curve)
-    run = Run(facts, job.options, curve, (), job.missing)
-    for cases, finished in _results(job, curve):
-        run = replace(run, cases=cases)
-        job.sink.write(run)
-        if job.sink.error:
-            say(f"paged_decode: {job.sink.error}")
-        for result in finished:
-            screen.show(report.print_case, result)
+    run = Run(job.environment, job.options, curve, (), job.chosen.missing)
+    try:
+        with contextlib.closing(_states(job, curve, spent)) as states:
+            for state in states:
+                run = replace(run, cases=state.cases, pairs=state.pairs)
+                _keep(job, run, state)
+    except KeyboardInterrupt:
+        if run.cases:
+            job.sink.write(run)
+        raise
     if len(run.cases) > 1:
         screen.show(summary.print_summary, run.cases)
-    if job.missing:
-        screen.show(report.print_missing, job.missing)
+    if job.chosen.missing:
+        screen.show(report.print_missing, job.chosen.missing)
+    if job.isolation is not None:
+        screen.show(Console.print, f"\n{spent.line(time.monotonic() - begin)}", soft_wrap=True)
     if job.sink.path is not None and not job.sink.error:
         screen.show(Console.print, f"\nraw samples: {job.sink.path}", soft_wrap=True)
     return run
 
 
-_Cases = tuple[CaseResult, ...]
+def _read_curve(job: Job) -> ReadCurve:
+    """The floor of this run; where it goes on with the same cases, the one that it began with."""
+    cases = set(job.cases)
+    if job.earlier is not None and {result.case for result in job.earlier.cases} == cases:
+        return job.earlier.curve
+    with reporter(len(job.cases)) as progress:
+        progress.start("read curve")
+        return measure_read_curve(
+            [case.moved_bytes for case in job.cases],
+            job.device,
+            on_size=lambda size: progress.step(f"{size >> 20} MiB"),
+        )
 
 
-def _results(job: Job, curve: ReadCurve) -> Iterator[tuple[_Cases, _Cases]]:
-    """All cases so far, and those among them that have just been finished."""
-    if job.worker_seconds is not None:
-        with reporter(len(job.cases)) as progress:
-            progress.start(f"{len(job.contenders)} contenders, a process each")
-            states = run_workers(
-                job.contenders,
-                job.cases,
-                curve,
-                job.arguments,
-                seconds=job.worker_seconds,
-                progress=progress.step,
-            )
-            cases: _Cases = ()
-            for cases in states:
-                yield cases, ()
-        yield cases, cases
+def _keep(job: Job, run: Run, state: State) -> None:
+    """Write what there is, and print a case that has just been finished."""
+    if state.finished is None:
+        job.sink.offer(run)
         return
-    done: list[CaseResult] = []
-    for index, case in enumerate(job.cases):
-        with reporter(len(job.cases), index) as progress:
-            progress.start(case.name)
-            result = run_case(case, job.contenders, job.device, job.settings, curve, progress.step)
-        done.append(result)
-        yield tuple(done), (result,)
+    job.sink.write(run)
+    if job.sink.error:
+        say(f"paged_decode: {job.sink.error}")
+    job.screen.show(report.print_case, run.cases[state.finished])
+    job.screen.show(pairs.print_pairs, state.pairs_of(state.finished))
+
+
+def _states(job: Job, curve: ReadCurve, spent: Spent) -> Generator[State, None, None]:
+    """All cases so far, after every row."""
+    campaign = Campaign(
+        job.cases,
+        job.chosen.contenders,
+        job.chosen.known,
+        job.device,
+        job.settings,
+        curve,
+        job.pairing,
+        pairs.native_routes(),
+        job.kept,
+    )
+    if job.isolation is None:
+        yield from run_campaign(campaign, InProcess(job.device, job.settings, curve))
+        return
+    with Workers(job.isolation, job.device, job.settings, curve, spent) as workers:
+        names, cases = campaign.open_rows()
+        if names:
+            with reporter(len(job.cases)) as progress:
+                progress.start(f"{len(names)} contenders, a process each")
+                workers.start(names, cases, progress.step)
+        yield from run_campaign(campaign, workers)
+
+
+# Flags that shaped the run, for its file.
+_OPTIONS = (
+    *("suite", "routes", "peers", "replays", "eager", "warm", "check", "seed", "max_seconds"),
+    *("isolate", "paired", "pairs"),
+)
 
 
 def resolve(argv: Sequence[str], values: flags.FlagValues) -> Job:
@@ -201,7 +247,12 @@ def resolve(argv: Sequence[str], values: flags.FlagValues) -> Job:
     shape = {name: getattr(values, name) for name in SHAPE_FLAGS}
     cases = chosen_cases(shape, values.suite, device.type)
     path = output_path(values.json)
-    contenders, missing = chosen_contenders(values.routes, values.peers, values.contender_modules)
+    chosen = chosen_contenders(values.routes, values.peers, values.contender_modules)
+    paths = parse_paths(values.peer_paths, [contender.name for contender in chosen.contenders])
+    if paths and not values.isolate:
+        raise ValueError("--peer_paths: needs a process for each contender; use --isolate")
+    if values.resume and path is None:
+        raise ValueError("--resume: needs the file to go on with; use --json=FILE")
     settings = Settings(
         replays=values.replays,
         cold=not values.warm,
@@ -209,19 +260,37 @@ def resolve(argv: Sequence[str], values: flags.FlagValues) -> Job:
         check=values.check,
         seed=values.seed,
         max_seconds=float(values.max_seconds),
+        pairs=values.pairs,
     )
-    options = ("suite", "routes", "peers", "replays", "eager", "warm", "check", "seed")
+    options = {name: getattr(values, name) for name in _OPTIONS}
+    options["peer_paths"] = {name: list(folders) for name, folders in paths.items()}
+    facts = environment(device)
+    earlier = resume.load(path) if values.resume and path is not None else None
+    kept = Kept()
+    if earlier is not None:
+        ours = [contender.name for contender in chosen.contenders]
+        kept = resume.keep(earlier, facts, options, cases, ours)
+    isolation = Isolation(
+        case_seconds=float(values.case_seconds),
+        start_seconds=float(values.start_seconds),
+        paths=paths,
+        modules=tuple(values.contender_modules),
+        threads=values.threads,
+        warm_up=values.warm_up,
+    )
     return Job(
-        cases,
-        contenders,
-        missing,
-        device,
-        settings,
-        {name: getattr(values, name) for name in (*options, "max_seconds", "isolate")},
-        Sink(path),
-        Screen("paged_decode", report.make_console(), kept=path is not None),
-        tuple(sys.argv[1:]),
-        float(values.worker_seconds) if values.isolate else None,
+        cases=cases,
+        chosen=chosen,
+        device=device,
+        settings=settings,
+        options=options,
+        environment=facts,
+        sink=Sink(path),
+        screen=Screen("paged_decode", report.make_console(), kept=path is not None),
+        isolation=isolation if values.isolate else None,
+        pairing=pairs.parse_pairing(values.paired, chosen.known),
+        earlier=earlier,
+        kept=kept,
     )
 
 
@@ -253,14 +322,18 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
 
 
 def exit_status(run: Run) -> int:
-    """1 when one of our routes failed or was wrong: those are bugs. Peers do not count.
+    """1 when a route of ours failed or was wrong, alone or in a pair: a bug. Peers do not count.
 
     Else `NOTHING_TIMED` when no row of any case is right and has a time, and 0 when one has.
     """
     rows = [row for case in run.cases for row in case.rows]
     if any(row.outcome in ("failed", "wrong") for row in rows if row.kind == "route"):
         return 1
+    checks = [pair.checks[0] for pair in run.pairs]  # of the first, which is ours
+    if any(check is not None and not check.ok for check in checks):
+        return 1
     timed = any(row.outcome == "ok" and row.timing is not None for row in rows)
+    timed = timed or any(pair.outcome == "ok" for pair in run.pairs)
     return 0 if timed else NOTHING_TIMED
 
 

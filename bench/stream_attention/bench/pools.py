@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stream_attention.bench.cases import FP8, DecodeCase
+from stream_attention.bench.cases import FP8, AttentionCase
 from stream_attention.bench.machine import available_bytes, cold_rotation_bytes
 from stream_attention.core.cache import ContiguousKVCache, KVCache, PagedKVCache
 from stream_attention.core.dtypes import dtype_bytes, torch_dtype
@@ -40,20 +40,22 @@ class NotEnoughMemory(ValueError):
 class Pool:
     """One bound set of inputs.
 
-    case: what was built. q: `[batch * q_len, num_qo_heads, head_dim]`, contiguous.
+    case: what was built. q: `[rows, num_qo_heads, head_dim]`, contiguous, request after request.
+    qo_indptr: `[batch + 1]` int32 offsets into q, `None` where the case has one q_len for all.
     cache: the cache; fp8 K and V have one fp32 scale each, `[1]`. kv_lens: lengths on the host.
     unused_pages: `[n]` int64, pages of no request. tail_pages, tail_starts: pages whose slots from
     `start` on are unused (the last, part-filled page of a request; a contiguous cache is one page a
     request).
     """
 
-    case: DecodeCase
+    case: AttentionCase
     q: torch.Tensor
     cache: KVCache
     kv_lens: tuple[int, ...]
     unused_pages: torch.Tensor
     tail_pages: tuple[int, ...]
     tail_starts: tuple[int, ...]
+    qo_indptr: torch.Tensor | None = None
 
     @property
     def page_table(self) -> torch.Tensor:
@@ -85,12 +87,12 @@ def _as_bytes(tensor: torch.Tensor, value: float) -> tuple[torch.Tensor, int]:
     return tensor.view(torch.uint8), int(fill)
 
 
-def _row_bytes(case: DecodeCase) -> int:
+def _row_bytes(case: AttentionCase) -> int:
     """Bytes of K and V that one token takes."""
     return 2 * case.num_kv_heads * case.head_dim * dtype_bytes(case.stored_dtype)
 
 
-def pool_bytes(case: DecodeCase) -> int:
+def pool_bytes(case: AttentionCase) -> int:
     """Bytes of one pool: K and V in whole pages, spare ones counted, page table, q and output.
 
     A contiguous cache holds `max_tokens` a request and has no table.
@@ -102,7 +104,7 @@ def pool_bytes(case: DecodeCase) -> int:
     return pages * case.page_size * _row_bytes(case) + 4 * case.batch * case.max_pages + 2 * q
 
 
-def num_pools(case: DecodeCase, device: torch.device, cold: bool = True) -> int:
+def num_pools(case: AttentionCase, device: torch.device, cold: bool = True) -> int:
     """Pools whose tokens in use exceed the cache by the rotation's factor; 1 when warm."""
     if not cold or case.kv_bytes == 0:
         return 1
@@ -110,7 +112,7 @@ def num_pools(case: DecodeCase, device: torch.device, cold: bool = True) -> int:
     return min(_MOST_POOLS, max(2, -(-cold_rotation_bytes(device) // case.kv_bytes)))
 
 
-def check_memory(case: DecodeCase, device: torch.device, count: int) -> None:
+def check_memory(case: AttentionCase, device: torch.device, count: int) -> None:
     """Raise `NotEnoughMemory` unless `count` pools leave room for the rest of the run."""
     need, have = count * pool_bytes(case), available_bytes(device)
     if need <= have * _MEMORY_SHARE:
@@ -133,14 +135,14 @@ def check_memory(case: DecodeCase, device: torch.device, count: int) -> None:
     raise NotEnoughMemory(str(Fault(parameter, value, rule, nearest)))
 
 
-def _largest_capacity(case: DecodeCase, budget: float) -> int:
+def _largest_capacity(case: AttentionCase, budget: float) -> int:
     """The most tokens, in whole pages, that table or buffer may hold in `budget` bytes a pool."""
     page = case.page_size * _row_bytes(case) if case.contiguous else 4
     excess = max(0, math.ceil((pool_bytes(case) - budget) / (case.batch * page)))
     return case.max_tokens - excess * case.page_size
 
 
-def build_pool(case: DecodeCase, device: torch.device, seed: int) -> Pool:
+def build_pool(case: AttentionCase, device: torch.device, seed: int) -> Pool:
     """One pool, the same for the same (case, device type, seed).
 
     q, K and V are standard normal; unused slots hold NaN. Table entries past a request's pages hold
@@ -172,9 +174,15 @@ def build_pool(case: DecodeCase, device: torch.device, seed: int) -> Pool:
         unused_pages=pages.unused.to(device),
         tail_pages=pages.tail_pages,
         tail_starts=pages.tail_starts,
+        qo_indptr=None if case.q_lengths is None else offsets_of(case, device),
     )
     pool.fill_unused(float("nan"))
     return pool
+
+
+def offsets_of(case: AttentionCase, device: torch.device) -> torch.Tensor:
+    """`[batch + 1]` int32: where the queries of each request start."""
+    return torch.tensor(case.q_offsets, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,7 +196,7 @@ class _Pages:
     tail_starts: tuple[int, ...]
 
 
-def _shuffled_pages(case: DecodeCase, seed: int) -> _Pages:
+def _shuffled_pages(case: AttentionCase, seed: int) -> _Pages:
     used = [-(-n // case.page_size) for n in case.kv_lens]
     total = sum(used) + _SPARE_PAGES
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
@@ -204,7 +212,7 @@ def _shuffled_pages(case: DecodeCase, seed: int) -> _Pages:
     return _Pages(total, table, order[first:], tuple(tail_pages), tuple(tail_starts))
 
 
-def _contiguous_pages(case: DecodeCase) -> _Pages:
+def _contiguous_pages(case: AttentionCase) -> _Pages:
     tails = [(b, n) for b, n in enumerate(case.kv_lens) if n < case.max_tokens]
     none = torch.empty(0, dtype=torch.int64)
     return _Pages(case.batch, None, none, tuple(b for b, _ in tails), tuple(n for _, n in tails))
@@ -222,7 +230,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
     return result
 
 
-def _scales(case: DecodeCase, device: torch.device) -> dict[str, torch.Tensor | None]:
+def _scales(case: AttentionCase, device: torch.device) -> dict[str, torch.Tensor | None]:
     """One fp32 scale for K and one for V `[1]`, or `None` where K and V are not fp8."""
     if case.stored_dtype != FP8:
         return {"key_scale": None, "value_scale": None}
@@ -231,7 +239,7 @@ def _scales(case: DecodeCase, device: torch.device) -> dict[str, torch.Tensor | 
 
 
 def build_pools(
-    case: DecodeCase, device: torch.device, *, seed: int = 0, cold: bool = True
+    case: AttentionCase, device: torch.device, *, seed: int = 0, cold: bool = True
 ) -> tuple[Pool, ...]:
     """The rotation of a case. Raises `NotEnoughMemory` where it does not fit."""
     count = num_pools(case, device, cold)

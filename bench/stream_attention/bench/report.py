@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from stream_attention.bench.floor import ReadCurve
-from stream_attention.bench.formulas import MIB
 from stream_attention.bench.machine import Environment
 from stream_attention.bench.results import CaseResult, Row
 from stream_attention.bench.screen import stdout
+from stream_attention.core.formulas import MIB
 
 FULL_WIDTH = 136  # every column of a case table without a break in a number
 

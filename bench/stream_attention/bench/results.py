@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stream_attention.bench.cases import DecodeCase
+from stream_attention.bench.cases import AttentionCase
 from stream_attention.bench.check import Check
+from stream_attention.bench.contenders import Facts
 from stream_attention.bench.floor import ReadCurve, ReadPoint
 from stream_attention.bench.lengths import Lengths
 from stream_attention.bench.machine import Environment
 from stream_attention.bench.output import write_fault, write_text
+from stream_attention.bench.paired_timing import PairedTiming
 from stream_attention.bench.timing import Timing
 
-SCHEMA = "stream_attention.bench.paged_decode/1"
+SCHEMA = "stream_attention.bench.paged_decode/2"
 OUTCOMES = ("ok", "unsupported", "failed", "wrong", "not_run")
 
 
@@ -24,9 +29,15 @@ OUTCOMES = ("ok", "unsupported", "failed", "wrong", "not_run")
 class Row:
     """One contender on one case.
 
-    outcome: one of `OUTCOMES`; `not_run` is in the file of an isolated run that was cut short.
+    outcome: one of `OUTCOMES`; `not_run` is in the file of a run that was cut short.
     reasons: why not ok. timing and check: there when they were made; a time counts when ok.
     extra_bytes: peak memory of one plan and run beyond its output. note: what it chose.
+    resolved: the route that ran, which the engine chooses; else the contender itself. "" = none.
+    workspace_bytes: what one plan still holds beyond its output after a run; timed_allocations:
+    calls of the allocator in one eager run after the first; both torch's on CUDA, else `None`.
+    seconds: wall time spent on the row, in a worker of its own with its inputs.
+    versions: distributions of the contender. supports: its range, in its own words. kernel: facts
+    of the kernel that ran. clocks: of the device, read after the samples.
     """
 
     contender: str
@@ -37,14 +48,48 @@ class Row:
     check: Check | None = None
     extra_bytes: int | None = None
     note: str = ""
+    resolved: str = ""
+    workspace_bytes: int | None = None
+    timed_allocations: int | None = None
+    seconds: float = 0.0
+    versions: Facts = ()
+    supports: tuple[str, ...] = ()
+    kernel: Facts = ()
+    clocks: Facts = ()
 
     def __post_init__(self) -> None:
-        if self.outcome not in OUTCOMES:
-            raise ValueError(
-                f"outcome={self.outcome!r}: must be one of {', '.join(OUTCOMES)}; use 'failed'"
-            )
-        if (self.outcome == "ok") == bool(self.reasons):
-            raise ValueError(f"reasons={self.reasons!r}: every outcome but ok gives a reason")
+        _check_outcome(self.outcome, self.reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class PairRow:
+    """Two contenders on one case, timed in turns. first is ours by custom, second its peer.
+
+    outcome, reasons: as of a `Row`. timing: there when it was made; a ratio counts when ok.
+    checks, resolved: of the first and the second. seconds: wall time spent on the pair. versions:
+    distributions of both.
+    """
+
+    case: AttentionCase
+    first: str
+    second: str
+    outcome: str
+    reasons: tuple[str, ...] = ()
+    timing: PairedTiming | None = None
+    checks: tuple[Check | None, Check | None] = (None, None)
+    resolved: tuple[str, str] = ("", "")
+    seconds: float = 0.0
+    versions: Facts = ()
+
+    def __post_init__(self) -> None:
+        _check_outcome(self.outcome, self.reasons)
+
+
+def _check_outcome(outcome: str, reasons: tuple[str, ...]) -> None:
+    if outcome not in OUTCOMES:
+        raise ValueError(f"outcome={outcome!r}: must be one of {', '.join(OUTCOMES)}; use 'failed'")
+    if (outcome == "ok") == bool(reasons):
+        raise ValueError(f"reasons={reasons!r}: every outcome but ok gives a reason")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +101,7 @@ class CaseResult:
     method asks.
     """
 
-    case: DecodeCase
+    case: AttentionCase
     kv_bytes: int
     moved_bytes: int
     flops: int
@@ -93,7 +138,10 @@ def _p50(row: Row) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A whole run. settings: the flags that shaped it. missing: packages that brought nothing."""
+    """A whole run. settings: the flags that shaped it. missing: packages that brought nothing.
+
+    pairs: what was timed in turns, beside the cases.
+    """
 
     environment: Environment
     settings: dict[str, Any]
@@ -101,6 +149,7 @@ class Run:
     cases: tuple[CaseResult, ...]
     missing: dict[str, str] = field(default_factory=dict)
     schema: str = SCHEMA
+    pairs: tuple[PairRow, ...] = ()
 
 
 def to_json(run: Run) -> dict[str, Any]:
@@ -119,6 +168,16 @@ def to_json(run: Run) -> dict[str, Any]:
                 "over_floor": case.over_floor(row),
                 "gb_per_s": case.gb_per_s(row),
                 "speed_up_vs_best_peer": case.speed_up(row),
+            }
+    for pair, plain in zip(run.pairs, data["pairs"], strict=True):
+        plain["name"] = pair.case.name
+        if pair.timing is not None:
+            low, high = pair.timing.confidence_interval()
+            plain["derived"] = {
+                "n": pair.timing.n,
+                "ratio_p50": pair.timing.ratio_p50,
+                "ratio_low_95": low if math.isfinite(high) else None,
+                "ratio_high_95": high if math.isfinite(high) else None,
             }
     return data
 
@@ -141,36 +200,79 @@ def from_json(data: dict[str, Any]) -> Run:
 
 
 def _run(data: dict[str, Any]) -> Run:
-    curve = data["curve"]
     return Run(
         environment=Environment(**data["environment"]),
         settings=data["settings"],
-        curve=ReadCurve(tuple(ReadPoint(**p) for p in curve["points"]), curve["method"]),
+        curve=curve_from(data["curve"]),
         cases=tuple(_case_result(case) for case in data["cases"]),
         missing=data["missing"],
+        pairs=tuple(pair_from(pair) for pair in data["pairs"]),
     )
+
+
+def curve_from(data: dict[str, Any]) -> ReadCurve:
+    """The curve that `dataclasses.asdict` made plain."""
+    return ReadCurve(tuple(ReadPoint(**point) for point in data["points"]), data["method"])
+
+
+def case_from(data: dict[str, Any]) -> AttentionCase:
+    """The case that `dataclasses.asdict` made plain."""
+    fields = dict(data)
+    for name in ("lengths", "q_lengths"):
+        if fields[name] is not None:
+            fields[name] = Lengths(fields[name]["kind"], tuple(fields[name]["numbers"]))
+    return AttentionCase(**fields)
 
 
 def _case_result(data: dict[str, Any]) -> CaseResult:
     fields = {key: value for key, value in data.items() if key not in ("case", "rows", "name")}
-    case = dict(data["case"])
-    lengths = case.pop("lengths")
     return CaseResult(
-        case=DecodeCase(lengths=Lengths(lengths["kind"], tuple(lengths["numbers"])), **case),
-        rows=tuple(_row(row) for row in data["rows"]),
-        **fields,
+        case=case_from(data["case"]), rows=tuple(row_from(row) for row in data["rows"]), **fields
     )
 
 
-def _row(data: dict[str, Any]) -> Row:
+def row_from(data: dict[str, Any]) -> Row:
+    """The row that `dataclasses.asdict` made plain."""
     fields = {key: value for key, value in data.items() if key != "derived"}
     fields["reasons"] = tuple(fields["reasons"])
-    if fields["timing"] is not None:
-        timing = fields["timing"]
-        fields["timing"] = Timing(**{**timing, "samples_us": tuple(timing["samples_us"])})
-    if fields["check"] is not None:
-        fields["check"] = Check(**fields["check"])
+    fields["supports"] = tuple(fields["supports"])
+    for name in ("versions", "kernel", "clocks"):
+        fields[name] = _facts(fields[name])
+    fields["timing"] = _timing(fields["timing"])
+    fields["check"] = _check(fields["check"])
     return Row(**fields)
+
+
+def pair_from(data: dict[str, Any]) -> PairRow:
+    """The pair that `dataclasses.asdict` made plain."""
+    fields = {key: value for key, value in data.items() if key not in ("derived", "name")}
+    (first, second), sides = fields["checks"], fields["timing"]
+    fields["case"] = case_from(fields["case"])
+    fields["reasons"] = tuple(fields["reasons"])
+    if sides is not None:
+        fields["timing"] = PairedTiming(
+            **{name: _timing_from(side) for name, side in sides.items()}
+        )
+    fields["checks"] = (_check(first), _check(second))
+    fields["resolved"] = tuple(fields["resolved"])
+    fields["versions"] = _facts(fields["versions"])
+    return PairRow(**fields)
+
+
+def _facts(data: Sequence[Sequence[str]]) -> Facts:
+    return tuple((name, value) for name, value in data)
+
+
+def _timing(data: dict[str, Any] | None) -> Timing | None:
+    return None if data is None else _timing_from(data)
+
+
+def _timing_from(data: dict[str, Any]) -> Timing:
+    return Timing(**{**data, "samples_us": tuple(data["samples_us"])})
+
+
+def _check(data: dict[str, Any] | None) -> Check | None:
+    return None if data is None else Check(**data)
 
 
 def write_json(run: Run, path: Path) -> None:
@@ -178,29 +280,51 @@ def write_json(run: Run, path: Path) -> None:
     write_text(path, json.dumps(to_json(run), indent=1, allow_nan=False) + "\n")
 
 
+# Of the wall time, which a run of many rows spends on its file: it is written whole every time.
+_WRITING_SHARE = 0.05
+
+
 @dataclass(slots=True)
 class Sink:
     """The file of a run, written whole as results come in. path: `None` = nowhere.
 
-    num_cases: cases of this run in the file. error: why the last write failed, "" where it did not.
+    num_cases: cases of this run in the file that have a result. error: why the last write failed,
+    "" where it did not. clock: seconds; replaced in tests.
     """
 
     path: Path | None = None
     num_cases: int = 0
     error: str = ""
+    clock: Callable[[], float] = time.monotonic
+    _next: float = -math.inf
 
     def write(self, run: Run) -> None:
         """Write; a failure is kept in `error`, because the run is worth more than its file."""
         if self.path is None:
             return
+        begin = self.clock()
         try:
             write_json(run, self.path)
         except OSError as error:
             self.error = write_fault(self.path, error)
             return
-        self.num_cases, self.error = len(run.cases), ""
+        end = self.clock()
+        self._next = end + (end - begin) / _WRITING_SHARE
+        self.num_cases, self.error = sum(_has_result(case) for case in run.cases), ""
+
+    def offer(self, run: Run) -> None:
+        """Write where that keeps writing within its share of the time.
+
+        The next `write` brings what an offer left out.
+        """
+        if self.clock() >= self._next:
+            self.write(run)
 
     @property
     def kept(self) -> str:
         """`; what had finished is in PATH`, or "" where this run wrote no case."""
         return f"; what had finished is in {self.path}" if self.num_cases else ""
+
+
+def _has_result(case: CaseResult) -> bool:
+    return bool(case.skipped) or any(row.outcome != "not_run" for row in case.rows)

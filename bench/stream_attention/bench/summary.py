@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stream_attention.bench.cases import DecodeCase
-from stream_attention.bench.formulas import MIB
+from stream_attention.bench.cases import AttentionCase
 from stream_attention.bench.report import format_us
 from stream_attention.bench.results import CaseResult, Row
+from stream_attention.core.formulas import MIB
 
 ENGINE = "engine"
 
@@ -79,7 +79,7 @@ def plain_form(result: CaseResult, results: Sequence[CaseResult]) -> CaseResult 
     return None if _oddity(plain) == _oddity(result) else plain
 
 
-def _shape(case: DecodeCase) -> DecodeCase:
+def _shape(case: AttentionCase) -> AttentionCase:
     return replace(
         case, page_size=16, kv_dtype=None, cache="paged", capacity=None, batch_invariant=False
     )

@@ -5,6 +5,7 @@ last-level cache makes every call read its KV from memory (cold); one pool repea
 (warm). On CUDA the calls are captured in one graph and CUDA events surround its replay (method
 `graph`), or they are launched one by one from Python with events around each (method `eager`). On a
 CPU `time.perf_counter` surrounds each call. Methods are never mixed: `Timing.method` names the one.
+Two rotations side by side are `paired_timing.measure_pairs`, by the same means.
 """
 
 from __future__ import annotations
@@ -123,16 +124,8 @@ def measure(
     """
     faults = Faults()
     faults.require(len(calls) >= 1, "calls", len(calls), "needs at least one call", 1)
-    _require_count(faults, "replays", replays, DEFAULT_REPLAYS)
-    faults.require(
-        isinstance(device, torch.device),
-        "device",
-        device,
-        "must be a torch.device",
-        f"torch.device({device if isinstance(device, str) else 'cpu'!r})",
-    )
-    limit = max_seconds is None or is_number(max_seconds)
-    faults.require(limit, "max_seconds", max_seconds, "must be None or a number of seconds", 2.0)
+    require_count(faults, "replays", replays, DEFAULT_REPLAYS)
+    require_device_and_limit(faults, device, max_seconds)
     faults.raise_if_any("measure")
     rotation = list(calls) if cold else [calls[0]]
     if device.type == "cuda":
@@ -147,9 +140,23 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _require_count(faults: Faults, name: str, value: Any, nearest: int) -> None:
+def require_count(faults: Faults, name: str, value: Any, nearest: int) -> None:
+    """Record a fault unless `value` is an int >= 1."""
     held = is_int(value) and value >= 1
     faults.require(held, name, value, "must be an int >= 1", nearest)
+
+
+def require_device_and_limit(faults: Faults, device: Any, max_seconds: Any) -> None:
+    """Record a fault for what is no `torch.device`, and for a limit that is no number."""
+    faults.require(
+        isinstance(device, torch.device),
+        "device",
+        device,
+        "must be a torch.device",
+        f"torch.device({device if isinstance(device, str) else 'cpu'!r})",
+    )
+    limit = max_seconds is None or is_number(max_seconds)
+    faults.require(limit, "max_seconds", max_seconds, "must be None or a number of seconds", 2.0)
 
 
 def calls_in_graph(num_pools: int) -> int:
@@ -178,24 +185,10 @@ def _measure_graph(
     before_samples: Callable[[], None] | None,
 ) -> Timing:
     with torch.cuda.device(device):
-        _warm_up_on_side_stream(rotation, device)
-        count = calls_in_graph(len(rotation))
-        graph = torch.cuda.CUDAGraph()
-        gc_was_on = gc.isenabled()
-        gc.disable()  # a tensor freed by the collector during capture would invalidate it
-        try:
-            with torch.cuda.graph(graph):
-                for index in range(count):
-                    rotation[index % len(rotation)]()
-        finally:
-            if gc_was_on:
-                gc.enable()
-        for _ in range(3):
-            graph.replay()
-        torch.cuda.synchronize(device)
+        graph, count = capture(rotation, device)
         if before_samples is not None:
             before_samples()
-        pairs = [_event_pair() for _ in range(replays)]
+        pairs = [event_pair() for _ in range(replays)]
         # No sync between replays: the host runs ahead, so no launch gap is timed.
         for start, end in pairs:
             start.record()
@@ -204,8 +197,33 @@ def _measure_graph(
         torch.cuda.synchronize(device)
         samples = tuple(start.elapsed_time(end) * 1e3 / count for start, end in pairs)
         graph.reset()
-    method = "cuda_graph_cold" if cold else "cuda_graph_warm"
-    return Timing(samples, method, count, len(rotation))
+    return Timing(samples, method_name(device, cold, True), count, len(rotation))
+
+
+def capture(rotation: Sequence[Call], device: torch.device) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A CUDA graph of whole rounds over `rotation`, warmed up, and its number of calls. Syncs."""
+    _warm_up_on_side_stream(rotation, device)
+    count = calls_in_graph(len(rotation))
+    graph = torch.cuda.CUDAGraph()
+    gc_was_on = gc.isenabled()
+    gc.disable()  # a tensor freed by the collector during capture would invalidate it
+    try:
+        with torch.cuda.graph(graph):
+            for index in range(count):
+                rotation[index % len(rotation)]()
+    finally:
+        if gc_was_on:
+            gc.enable()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize(device)
+    return graph, count
+
+
+def method_name(device: torch.device, cold: bool, graph: bool) -> str:
+    """The one of `METHODS` that times calls on `device` so."""
+    where = ("cuda_graph" if graph else "cuda_eager") if device.type == "cuda" else "cpu"
+    return f"{where}_{'cold' if cold else 'warm'}"
 
 
 def _measure_eager(
@@ -223,18 +241,18 @@ def _measure_eager(
         count = max(replays, len(rotation))
         samples = []
         for index in range(count):
-            start, end = _event_pair()
+            start, end = event_pair()
             torch.cuda.synchronize(device)
             start.record()
             rotation[index % len(rotation)]()
             end.record()
             torch.cuda.synchronize(device)
             samples.append(start.elapsed_time(end) * 1e3)
-    method = "cuda_eager_cold" if cold else "cuda_eager_warm"
-    return Timing(tuple(samples), method, 1, len(rotation))
+    return Timing(tuple(samples), method_name(device, cold, False), 1, len(rotation))
 
 
-def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Two events that surround a piece of work and tell its time."""
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
@@ -279,8 +297,8 @@ def measure_host(
     before_sample: run before every sample, outside of what is timed; for calls that launch, a sync.
     """
     faults = Faults()
-    _require_count(faults, "repeats", repeats, 2000)
-    _require_count(faults, "samples", samples, 25)
+    require_count(faults, "repeats", repeats, 2000)
+    require_count(faults, "samples", samples, 25)
     faults.raise_if_any("measure_host")
     for _ in range(min(repeats, 50)):
         call()

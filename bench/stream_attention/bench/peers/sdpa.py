@@ -1,158 +1,179 @@
-"""Gather the pages, then torch's scaled dot product attention: decode without a paged kernel.
-
-A contiguous cache is read where it lies. fp8 K and V are widened to q's dtype with their scales,
-which is a part of what is timed.
+"""torch's scaled dot product attention: with the kernel that it chooses, and with each forced.
 
 `sdpa_gather` passes GQA to SDPA (`enable_gqa`). `sdpa_gather_packed` lays the query heads of a
 group along the query axis instead, which is the same sum and lets SDPA read each K and V once a
-group. Ragged batches are padded under a mask while padding adds less than half to the tokens, else
-run request by request.
+group. The forced ones pack decode rows so and pass GQA elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from stream_attention.bench.cases import DecodeCase
-from stream_attention.bench.contenders import Work, peer
+from stream_attention.bench.cases import AttentionCase
+from stream_attention.bench.contenders import Build, Supports, Work, distribution_versions, peer
+from stream_attention.bench.peers import _sdpa
+from stream_attention.bench.peers._shared import cuda_gaps, half_gaps, one_query_gaps, row_gaps
 from stream_attention.bench.pools import Pool
-from stream_attention.core.cache import ContiguousKVCache
 
-_MOST_PADDING = 1.5
-
-
-def _supports(case: DecodeCase, device: torch.device) -> tuple[str, ...]:
-    reasons = []
-    if min(case.kv_lens) == 0:
-        reasons.append("lengths: SDPA gives NaN for a request without tokens; use lengths >= 1")
-    if case.q_len > 1 and min(case.kv_lens) < case.q_len:
-        reasons.append(
-            "q_len: SDPA gives NaN for rows before the first token; use q_len <= lengths"
-        )
-    return tuple(reasons)
+_NO_KERNEL = "No available kernel"  # torch's words where a forced backend refuses a call
+_HEAD_DIM_STEP = 8
 
 
-@peer("sdpa_gather", supports=_supports)
-def build_gather(case: DecodeCase, pools: Sequence[Pool], device: torch.device) -> list[Work]:
-    """SDPA over gathered pages with `enable_gqa`."""
-    return [_work(case, pool, _attend_gqa) for pool in pools]
+def _gaps(case: AttentionCase, device: torch.device) -> Iterator[str]:
+    for reason in row_gaps(case, "SDPA"):
+        if "a query a request" not in reason:  # a request without queries is no call
+            yield reason
 
 
-@peer(
-    "sdpa_gather_packed",
-    supports=lambda case, device: (
-        *_supports(case, device),
-        *(("q_len: packing groups along the query axis needs q_len=1; use 1",) * (case.q_len > 1)),
-    ),
-)
-def build_packed(case: DecodeCase, pools: Sequence[Pool], device: torch.device) -> list[Work]:
-    """SDPA over gathered pages with the group along the query axis."""
-    return [_work(case, pool, _attend_packed) for pool in pools]
+def _packed_gaps(case: AttentionCase, device: torch.device) -> Iterator[str]:
+    yield from _gaps(case, device)
+    yield from one_query_gaps(case)
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+@peer("sdpa_gather", supports=_gaps)
+def build_gather(case: AttentionCase, pools: Sequence[Pool], device: torch.device) -> list[Work]:
+    """SDPA with `enable_gqa`."""
+    return [_sdpa.work(case, pool, _attend_gqa) for pool in pools]
+
+
+@peer("sdpa_gather_packed", supports=_packed_gaps)
+def build_packed(case: AttentionCase, pools: Sequence[Pool], device: torch.device) -> list[Work]:
+    """SDPA with the group along the query axis."""
+    return [_sdpa.work(case, pool, _attend_packed) for pool in pools]
 
 
 def _attend_gqa(
-    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: _sdpa.Piece
 ) -> torch.Tensor:
-    """q `[b, q_len, Hq, D]`, key and value `[b, Hkv, n, D]` → `[b, q_len, Hq, D]`."""
+    """As `_sdpa.Attend` says."""
+    mask = piece.mask
+    if piece.seen == "lower_right" and mask is None:
+        mask = causal_lower_right(q.shape[1], key.shape[2])
     out = scaled_dot_product_attention(
-        q.transpose(1, 2), key, value, attn_mask=mask, enable_gqa=q.shape[2] != key.shape[1]
+        q.transpose(1, 2),
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=piece.seen == "square",
+        enable_gqa=q.shape[2] != key.shape[1],
     )
     return out.transpose(1, 2)
 
 
 def _attend_packed(
-    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: _sdpa.Piece
 ) -> torch.Tensor:
-    """As `_attend_gqa` with q_len = 1: the group is SDPA's query axis."""
+    """As `_attend_gqa` with one query a request: the group is SDPA's query axis."""
     batch, _, heads, dim = q.shape
     packed = q.view(batch, key.shape[1], heads // key.shape[1], dim)
-    out = scaled_dot_product_attention(packed, key, value, attn_mask=mask)
+    out = scaled_dot_product_attention(packed, key, value, attn_mask=piece.mask)
     return out.reshape(batch, 1, heads, dim)
 
 
-def _work(case: DecodeCase, pool: Pool, attend: Attend) -> Work:
-    longest = max(case.kv_lens)
-    padded = longest * case.batch <= _MOST_PADDING * sum(case.kv_lens)
-    out = torch.empty_like(pool.q)
-    q = pool.q.view(case.batch, case.q_len, case.num_qo_heads, case.head_dim)
-    result = out.view_as(q)
-    spans = [slice(0, case.batch)]
-    if not padded:
-        spans = [slice(row, row + 1) for row in range(case.batch)]
-    pieces = [_piece(case, pool, span) for span in spans]
-
-    def run() -> None:
-        for span, piece in zip(spans, pieces, strict=True):
-            result[span] = attend(q[span], piece.key(), piece.value(), piece.mask)
-
-    note = "" if len(set(case.kv_lens)) == 1 else ("padded" if padded else "per request")
-    return Work(run=run, out=out, note=note)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
-    """Some requests of a pool. key, value: give `[requests, num_kv_heads, tokens, head_dim]`.
-
-    mask: `[requests, 1, q_len, tokens]` bool, or `None` where every query sees all tokens.
-    """
-
-    key: Callable[[], torch.Tensor]
-    value: Callable[[], torch.Tensor]
-    mask: torch.Tensor | None
-
-
-def _piece(case: DecodeCase, pool: Pool, span: slice) -> _Piece:
-    lens = torch.tensor(case.kv_lens[span])
-    tokens = int(lens.max())
-    mask = None
-    if case.q_len > 1 or not bool((lens == tokens).all()):
-        last_seen = lens.view(-1, 1) - case.q_len + torch.arange(case.q_len)  # [requests, q_len]
-        seen = torch.arange(tokens) <= last_seen.unsqueeze(-1)
-        mask = seen.unsqueeze(1).to(pool.q.device)
-    pages = None if isinstance(pool.cache, ContiguousKVCache) else _pages(case, pool, span, lens)
-
-    def reader(store: torch.Tensor, scale: torch.Tensor | None) -> Callable[[], torch.Tensor]:
-        factor = None if scale is None else scale.to(pool.q.dtype)
-
-        def read() -> torch.Tensor:
-            if pages is None:
-                found = store[span].transpose(1, 2) if case.layout == "NHD" else store[span]
-                found = found[:, :, :tokens]
-            else:
-                found = _gather(store, pages, tokens, case)
-            return found if factor is None else found.to(factor.dtype) * factor
-
-        return read
-
-    cache = pool.cache
-    return _Piece(reader(cache.key, cache.key_scale), reader(cache.value, cache.value_scale), mask)
-
-
-def _pages(case: DecodeCase, pool: Pool, span: slice, lens: torch.Tensor) -> torch.Tensor:
-    """Page ids `[requests, pages]` int64, page 0 in place of those past a request's own."""
-    used = -(-lens // case.page_size)
-    width = max(1, int(used.max()))
-    table = pool.page_table[span, :width].cpu().to(torch.int64)
-    live = torch.arange(width) < used.unsqueeze(1)
-    return torch.where(live, table, torch.zeros_like(table)).to(pool.q.device)
-
-
-def _gather(
-    store: torch.Tensor, pages: torch.Tensor, tokens: int, case: DecodeCase
+def _attend_repeated(
+    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: _sdpa.Piece
 ) -> torch.Tensor:
-    """`[requests, num_kv_heads, tokens, head_dim]`: a copy for NHD and HND alike."""
-    stored = store.view(torch.uint8) if store.element_size() == 1 else store  # torch indexes no fp8
-    found = stored[pages].view(store.dtype)  # [requests, pages, *page]
-    requests = pages.shape[0]
-    if case.layout == "NHD":
-        rows = found.view(requests, -1, case.num_kv_heads, case.head_dim)
-        return rows[:, :tokens].transpose(1, 2)
-    heads = found.transpose(1, 2).reshape(requests, case.num_kv_heads, -1, case.head_dim)
-    return heads[:, :, :tokens]
+    """As `_attend_gqa` with K and V repeated for every query head of a group: a copy of them."""
+    group = q.shape[2] // key.shape[1]
+    if group > 1:
+        key, value = (store.repeat_interleave(group, dim=1) for store in (key, value))
+    return _attend_gqa(q, key, value, piece)
+
+
+def _forced(backend: SDPBackend, *, masks: bool, lower_right: bool, gqa: bool = True) -> Build:
+    """A build with one of SDPA's backends. masks, lower_right: as in `_sdpa.work`.
+
+    gqa: the backend takes fewer KV heads than query heads.
+    """
+    many = _attend_gqa if gqa else _attend_repeated
+
+    def attend(
+        q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: _sdpa.Piece
+    ) -> torch.Tensor:
+        try:
+            with sdpa_kernel(backend):
+                return (_attend_packed if piece.queries == 1 else many)(q, key, value, piece)
+        except RuntimeError as error:
+            if _NO_KERNEL not in str(error):
+                raise
+            refused = f"{backend.name}: torch has no kernel of this backend for the call"
+            raise NotImplementedError(refused) from error
+
+    def build(case: AttentionCase, pools: Sequence[Pool], device: torch.device) -> list[Work]:
+        on_gpu = device.type == "cuda"
+        return [
+            _sdpa.work(
+                case, pool, attend, masks=masks or not on_gpu, lower_right=lower_right and on_gpu
+            )
+            for pool in pools
+        ]
+
+    return build
+
+
+def _cuda_half_gaps(case: AttentionCase, device: torch.device) -> Iterator[str]:
+    """Reasons of the backends with 16-bit kernels for GPUs."""
+    yield from _gaps(case, device)
+    yield from half_gaps(case, "this backend")
+    yield from _dim_gaps(case)
+
+
+def _flash_gaps(case: AttentionCase, device: torch.device) -> Iterator[str]:
+    """Reasons of the flash backend, which torch has for CPUs too."""
+    if device.type == "cuda":
+        yield from _cuda_half_gaps(case, device)
+        if case.head_dim > 256:
+            yield f"head_dim={case.head_dim}: flash takes at most 256; use 256"
+    else:
+        yield from _gaps(case, device)
+
+
+def _cudnn_gaps(case: AttentionCase, device: torch.device) -> Iterator[str]:
+    yield from cuda_gaps(device, "cuDNN")
+    yield from _cuda_half_gaps(case, device)
+
+
+def _efficient_gaps(case: AttentionCase, device: torch.device) -> Iterator[str]:
+    yield from cuda_gaps(device, "the memory-efficient backend")
+    yield from _gaps(case, device)
+    yield from _dim_gaps(case)
+
+
+def _dim_gaps(case: AttentionCase) -> Iterator[str]:
+    if case.head_dim % _HEAD_DIM_STEP:
+        nearest = -(-case.head_dim // _HEAD_DIM_STEP) * _HEAD_DIM_STEP
+        yield f"head_dim={case.head_dim}: must be a multiple of {_HEAD_DIM_STEP}; use {nearest}"
+
+
+def _versions() -> dict[str, str]:
+    found = distribution_versions("torch")
+    if torch.backends.cudnn.is_available():
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def _register(name: str, supports: Supports, build: Build) -> None:
+    peer(name, supports=supports, versions=_versions)(build)
+
+
+_register(
+    "sdpa_flash",
+    _flash_gaps,
+    _forced(SDPBackend.FLASH_ATTENTION, masks=False, lower_right=True),
+)
+_register(
+    "sdpa_cudnn",
+    _cudnn_gaps,
+    _forced(SDPBackend.CUDNN_ATTENTION, masks=True, lower_right=False),
+)
+_register(
+    "sdpa_efficient",
+    _efficient_gaps,
+    _forced(SDPBackend.EFFICIENT_ATTENTION, masks=True, lower_right=True, gqa=False),
+)
+_register("sdpa_math", _gaps, _forced(SDPBackend.MATH, masks=True, lower_right=False))

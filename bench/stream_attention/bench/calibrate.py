@@ -1,0 +1,137 @@
+"""Calibrates this machine: measures routes, keeps the evidence, compiles a phase database.
+
+    ./bazelw run //bench:calibrate -- --out_dir=calibration
+    ./bazelw run //bench:calibrate -- --out_dir=calibration --suite=performance_decode
+    python -m stream_attention.bench.calibrate --out_dir=calibration
+
+Takes the flags of `paged_decode` too. Measures the cases of --suite (default: evidence) with every
+route of ours and every peer that is installed, first alone and then in turns, checks all against
+the oracle, adds the rows to OUT_DIR/evidence and writes OUT_DIR/phase_db/sm90.json or such:
+
+    engine = StreamAttnEngine(phase_db="calibration/phase_db/sm90.json")
+
+Called again after an interruption it goes on where it was stopped; what was measured is kept in
+OUT_DIR/run.json. Called again when it is done, with the same flags, it measures nothing. The
+database is written whole, or stays as it was.
+
+Exit status: that of `paged_decode` where it is not 0 or 1; else 0, 1 when a route of ours failed,
+was wrong or was refused as evidence, 2 for bad flags, 4 when a file could not be written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+from stream_attention.bench import decode_flags, flag_types, paged_decode, resume
+from stream_attention.bench.output import UNWRITTEN
+from stream_attention.bench.record_evidence import record, requests_of
+from stream_attention.bench.results import Run
+from stream_attention.bench.screen import say, say_interrupted
+from stream_attention.planner.compile_phase_db import summary
+from stream_attention.planner.evidence_rules import Context
+from stream_attention.planner.evidence_store import EvidenceStore, EvidenceStoreError
+from stream_attention.planner.phase_build import compile_database
+from stream_attention.planner.phase_db import PhaseDatabase, file_of
+
+FLAGS = flags.FLAGS
+PROGRAM = "calibrate"
+RUN, EVIDENCE, DATABASES = "run.json", "evidence", "phase_db"
+_MEASURED = (0, 1)  # statuses of paged_decode with a file of results
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Register this binary's flags in `values`."""
+    decode_flags.define_flags(values)
+    flag_types.FlagDefiner(values).text("out_dir", None, "Folder for what is measured and made.")
+
+
+def compiled(run: Run, folder: Path) -> tuple[Path, PhaseDatabase, tuple[str, ...]]:
+    """Keep the evidence of `run` below `folder` and compile all that lies there.
+
+    Gives the database with its file, and what was refused. Raises `OSError`, `ValueError` and
+    `EvidenceStoreError`.
+    """
+    arch, commit = run.environment.arch, run.environment.commit
+    evidence, databases = folder / EVIDENCE, folder / DATABASES
+    evidence.mkdir(exist_ok=True)
+    databases.mkdir(exist_ok=True)
+    store = EvidenceStore(evidence)
+    _, refused = record(run, store)
+    database = compile_database(
+        arch,
+        store.rows(),
+        requests_of([run]),
+        context=Context(commit=commit),
+        evidence=[each for each in store.files() if each[0].startswith(f"{arch}-")],
+    )
+    path = databases / file_of(arch)
+    database.save(path)
+    return path, database, refused
+
+
+def _folder(values: flags.FlagValues) -> Path:
+    """The folder of --out_dir, made; what the other flags may not say is refused."""
+    if not values.out_dir:
+        raise ValueError(f"--out_dir={values.out_dir!r}: must name a folder; use calibration")
+    if values.json is not None:
+        raise ValueError(f"--json={values.json!r}: is OUT_DIR/{RUN} here; leave it out")
+    for name in ("eager", "warm"):
+        if getattr(values, name):
+            raise ValueError(f"--{name}: evidence is of cold graph replays alone; leave it out")
+    if not values.check:
+        raise ValueError("--nocheck: evidence is checked against the oracle; leave it out")
+    device = paged_decode.chosen_device(values.device)
+    if device.type != "cuda":
+        raise ValueError(
+            f"--device={device.type}: phase databases are of CUDA devices; use cuda where there is "
+            "one"
+        )
+    folder = Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."), values.out_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out_dir={values.out_dir!r}: cannot be made ({error})") from None
+    return folder
+
+
+def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
+    """Measure or go on, record, compile; gives the exit status."""
+    try:
+        flag_types.refuse_arguments(argv)
+        folder = _folder(values)
+    except ValueError as error:
+        say(f"{PROGRAM}: {error}")
+        return 2
+    path = (folder / RUN).resolve()
+    values["json"].value, values["resume"].value = str(path), path.exists()
+    if values.paired is None:
+        values["paired"].value = "best"
+    shapes = (getattr(values, name) for name in decode_flags.SHAPE_FLAGS)
+    if values.suite is None and all(value is None for value in shapes):
+        values["suite"].value = "evidence"
+    status = paged_decode.main(argv, values)
+    if status not in _MEASURED:
+        return status
+    try:
+        run = resume.load(path)
+        assert run is not None, path
+        file, database, refused = compiled(run, folder)
+    except (EvidenceStoreError, OSError, ValueError) as error:
+        say(f"{PROGRAM}: {error}")
+        return UNWRITTEN
+    except KeyboardInterrupt:
+        return say_interrupted(PROGRAM, f"; what was measured is in {path}")
+    print(summary(database))
+    for line in refused:
+        print(f"  refused {line}")
+    print(f'database: {file}; use StreamAttnEngine(phase_db="{file}")')
+    return 1 if refused else status
+
+
+if __name__ == "__main__":
+    define_flags(FLAGS)
+    app.run(main, flags_parser=flag_types.parse_flags)
