@@ -74,13 +74,13 @@ BAD = {
     ),
     "missing_key": (
         lambda: results.from_json({"schema": results.SCHEMA}),
-        "must be what to_json gives, but has no key 'curve'; use a file of this bench",
+        "must be what to_json gives, but has no key 'environment'; use a file of this bench",
     ),
     "missing_field": (
         lambda: results.from_json(
             {"schema": results.SCHEMA, "curve": {"points": [], "method": ""}, "environment": {}}
         ),
-        "must be what to_json gives, but .*missing 16 required.*; use a file of this bench",
+        "must be what to_json gives, but .*missing 20 required.*; use a file of this bench",
     ),
     "no_object": (lambda: results.from_json([]), "schema=None: must be 'stream_attention"),
 }

@@ -99,7 +99,7 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
         (edited(sha256=None), "sha256=None"),
         (edited(commit=float("nan")), "compile it again"),
         (signed(speed=1), "speed=1: is no key of it"),
-        (signed(arch="sm_70"), "must be one of sm_80, sm_90, sm_100"),
+        (signed(arch="turing"), "must be a CUDA architecture; use 'sm_90'"),
         (signed(cells="none"), "cells"),
         (signed(cells=[{}]), "is missing"),
     ],

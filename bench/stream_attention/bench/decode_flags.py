@@ -97,6 +97,12 @@ def define_flags(values: flags.FlagValues) -> None:
     define.switch(
         "causal", None, "A query sees tokens up to its own; --nocausal: all (default causal)."
     )
+    _define_run_flags(define)
+
+
+def _define_run_flags(define: flag_types.FlagDefiner) -> None:
+    """Who runs where, how it is measured, and what is left behind."""
+    count, choice = define.count, define.choice
     choice("device", "auto", ("auto", "cpu", "cuda"), "Where to run.")
     choice("suite", None, tuple(SUITES), "A named list of cases, in place of the shape flags.")
     define.text("routes", "all", "Our routes: all, none, or names separated by commas.")

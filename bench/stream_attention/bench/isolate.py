@@ -24,6 +24,7 @@ from stream_attention.bench.cases import AttentionCase
 from stream_attention.bench.check import expect
 from stream_attention.bench.contenders import Contender
 from stream_attention.bench.floor import ReadCurve
+from stream_attention.bench.memory import keep_what_is_loaded
 from stream_attention.bench.peer_paths import folders_of
 from stream_attention.bench.pools import build_pool, check_memory, num_pools
 from stream_attention.bench.results import PairRow, Row, pair_from, row_from
@@ -113,6 +114,7 @@ class Workers:
 
         What fails here is no row: the first case finds the worker gone and says so.
         """
+        keep_what_is_loaded()
         slots = [self._slot(name) for name in names]
         seconds = self._isolation.start_seconds
         with self.spent.on("start-up"):

@@ -71,3 +71,12 @@ def _status_bytes(name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise OSError(f"{name} is not in {_STATUS}")
+
+
+def keep_what_is_loaded() -> None:
+    """Let later collections look only at what is made from now on.
+
+    Imports of torch and of peers leave millions of objects, and every row collects several times.
+    """
+    gc.collect()
+    gc.freeze()

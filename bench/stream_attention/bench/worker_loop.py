@@ -20,6 +20,7 @@ from stream_attention.bench.cases import AttentionCase
 from stream_attention.bench.channel import Channel, ChannelClosed
 from stream_attention.bench.contenders import Contender, join_names, load_peers
 from stream_attention.bench.floor import ReadCurve
+from stream_attention.bench.memory import keep_what_is_loaded
 from stream_attention.bench.pairs import run_pair
 from stream_attention.bench.pools import build_pools
 from stream_attention.bench.results import Row, case_from, curve_from
@@ -89,6 +90,7 @@ def _start(request: dict[str, Any], step: Callable[[str], None]) -> _Worker:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     settings = Settings(**request["settings"])
+    keep_what_is_loaded()
     return _Worker(step, device, settings, curve_from(request["curve"]), known)
 
 
@@ -112,6 +114,7 @@ def _warm(worker: _Worker, request: dict[str, Any]) -> dict[str, Any]:
             notes.append(f"{case.name}: {one_line(error)}")
         if lost_device(worker.device):
             break
+    keep_what_is_loaded()
     return {"notes": notes}
 
 
