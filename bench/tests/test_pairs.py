@@ -174,6 +174,10 @@ def test_best_sets_each_right_native_route_beside_the_best_peer_of_the_case():
     assert both.of(result, native) == (("torch", "slow"), ("native", "fast"))
     alone = dataclasses.replace(facts, rows=rows[:3])
     assert Pairing(best=True).of(alone, native) == ()
+    allocates = (dataclasses.replace(rows[4], timed_allocations=1),)
+    free = (dataclasses.replace(rows[3], timed_allocations=0),)
+    mixed = dataclasses.replace(facts, rows=(*rows[:3], *free, *allocates))
+    assert Pairing(best=True).of(mixed, native) == (("native", "fast"), ("native", "slow"))
 
 
 def test_native_routes_are_those_whose_record_says_so():

@@ -92,14 +92,6 @@ def test_host_cost_writes_its_file_where_stdout_fails(broken, tmp_path):
     assert run([*HOST, *few], stdout).returncode == 5
 
 
-def test_a_worker_writes_its_file_where_stdout_is_closed(tmp_path):
-    path = tmp_path / "run.json"
-    worker = [sys.executable, "-m", "stream_attention.bench.worker", str(os.getpid())]
-    done = run([*worker, *QUICK[3:], f"--json={path}"], CLOSED)
-    assert done.returncode == 5 and "could not be printed (Bad file descriptor)" in done.stderr
-    assert len(json.loads(path.read_text())["cases"]) == 1
-
-
 @pytest.mark.parametrize("program", [DECODE[:3], HOST])
 def test_help_that_cannot_be_printed_ends_with_5_too(broken, program):
     stdout, why = broken

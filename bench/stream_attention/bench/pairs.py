@@ -39,7 +39,8 @@ BEST = "best"
 @dataclass(frozen=True, slots=True)
 class Pairing:
     """The pairs of a run. named: by name, the same in every case. best: each of our native routes
-    beside the case's best peer.
+    beside the case's best peer, and beside the best whose runs allocate nothing: phase databases
+    hold native against that one first.
     """
 
     named: tuple[tuple[str, str], ...] = ()
@@ -47,11 +48,12 @@ class Pairing:
 
     def of(self, result: CaseResult, native: Collection[str]) -> tuple[tuple[str, str], ...]:
         """Pairs of names for a case whose rows are there. native: names of our native routes."""
-        best = result.best_peer()
-        if not self.best or best is None:
+        if not self.best:
             return self.named
+        rivals = (result.best_peer(), result.best_peer(allocation_free=True))
         right = [r for r in result.rows if r.outcome == "ok" and r.contender in native]
-        return tuple(dict.fromkeys((*self.named, *((r.contender, best.contender) for r in right))))
+        found = [(r.contender, peer.contender) for r in right for peer in rivals if peer]
+        return tuple(dict.fromkeys((*self.named, *found)))
 
 
 def parse_pairing(text: str | None, known: Mapping[str, Contender]) -> Pairing:

@@ -14,6 +14,7 @@ could not be written; 130 when interrupted.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from absl import app, flags
 
 from stream_attention.bench import flag_types, resume
 from stream_attention.bench.evidence_rows import cell_of, evidence_of
+from stream_attention.bench.manifest import Manifest, exact_cells
 from stream_attention.bench.output import UNWRITTEN
 from stream_attention.bench.results import Run
 from stream_attention.bench.routes import ENGINE
@@ -38,29 +40,49 @@ FLAGS = flags.FLAGS
 PROGRAM = "record_evidence"
 
 
-def requests_of(runs: Iterable[Run]) -> tuple[CellRequest, ...]:
-    """A request a case: its baselines are all peers that some run asked on it, its routes ours.
+def requests_of(runs: Iterable[Run], manifest: Manifest | None = None) -> tuple[CellRequest, ...]:
+    """A request a case and architecture: its baselines are all peers that some run there asked on
+    it, its routes ours. The engine is no route of its own.
 
-    A case of several runs is one cell. The engine is no route of its own.
+    manifest: cells to be decided whether they ran or not, each for the architectures that it is
+    declared for, with their baselines and weights added to what ran.
     """
-    cells: dict[str, tuple[str, Cell]] = {}
-    asked: dict[str, dict[str, list[str]]] = {}
+    found: dict[tuple[str, str], CellRequest] = {}
     for run in runs:
-        names = {kind: _names(run, kind) for kind in ("peer", "route")}
+        arch = run.environment.arch
+        peers, routes = (_names(run, kind) for kind in ("peer", "route"))
         for result in run.cases:
             cell = cell_of(result.case)
-            cells.setdefault(cell.digest, (result.case.name, cell))
-            of_cell = asked.setdefault(cell.digest, {"peer": [], "route": []})
-            for kind, found in names.items():
-                of_cell[kind] += [name for name in found if name not in of_cell[kind]]
-    return tuple(
-        CellRequest(
-            cell=cell,
-            name=name,
-            baselines=tuple(asked[digest]["peer"]),
-            routes=tuple(asked[digest]["route"]),
-        )
-        for digest, (name, cell) in cells.items()
+            asked = CellRequest(
+                cell=cell, name=result.case.name, baselines=peers, routes=routes, archs=(arch,)
+            )
+            _join(found, asked)
+    for declared in () if manifest is None else manifest.cells:
+        batch = declared.batch
+        cell = Cell(problem=batch.problem(), qo_lens=batch.qo_lens, kv_lens=batch.kv_lens)
+        for arch in declared.archs:
+            asked = CellRequest(
+                cell=cell,
+                name=declared.name,
+                baselines=declared.baselines_on(arch),
+                weight=sum(declared.weights.values()) or 1.0,
+                archs=(arch,),
+            )
+            _join(found, asked)
+    return tuple(found.values())
+
+
+def _join(found: dict[tuple[str, str], CellRequest], asked: CellRequest) -> None:
+    """Add a request, or what it asks to the one of the same cell and architecture."""
+    key = (asked.cell.digest, asked.archs[0])
+    if (known := found.get(key)) is None:
+        found[key] = asked
+        return
+    found[key] = dataclasses.replace(
+        known,
+        baselines=tuple(dict.fromkeys((*known.baselines, *asked.baselines))),
+        routes=tuple(dict.fromkeys((*known.routes, *asked.routes))),
+        weight=max(known.weight, asked.weight),
     )
 
 
@@ -102,6 +124,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define.names("run", "Files that paged_decode wrote with --json.")
     define.text("evidence", None, "Folder of evidence; made where it is missing.")
     define.text("cells", None, "File to write the cells to, for compile_phase_db.")
+    define.switch("manifest", False, "Have the manifest's cells decided too, run or not.")
 
 
 def _given(text: str) -> Path:
@@ -143,7 +166,8 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
                 print(f"  refused {line}")
                 status = 1
         if values.cells is not None:
-            replace_file(_given(values.cells), cell_requests.dumps(requests_of(runs)).encode())
+            requests = requests_of(runs, exact_cells() if values.manifest else None)
+            replace_file(_given(values.cells), cell_requests.dumps(requests).encode())
     except (EvidenceStoreError, OSError, ValueError) as error:
         say(f"{PROGRAM}: {error}")
         return UNWRITTEN

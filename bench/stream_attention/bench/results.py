@@ -111,9 +111,11 @@ class CaseResult:
     rows: tuple[Row, ...] = ()
     skipped: str = ""
 
-    def best_peer(self) -> Row | None:
-        """The fastest correct peer."""
+    def best_peer(self, *, allocation_free: bool = False) -> Row | None:
+        """The fastest correct peer, or the fastest of those whose timed run allocated nothing."""
         peers = [row for row in self.rows if row.kind == "peer" and row.outcome == "ok"]
+        if allocation_free:
+            peers = [row for row in peers if row.timed_allocations == 0]
         timed = [row for row in peers if row.timing is not None]
         return min(timed, key=lambda row: _p50(row), default=None)
 

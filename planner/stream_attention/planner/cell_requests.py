@@ -21,9 +21,10 @@ TIE_MARGIN = 0.01
 class CellRequest:
     """A cell by name, and what must be known of it before a route is chosen.
 
-    baselines: eligible peers; each needs a row of some outcome. routes: of ours that need one too.
-    weight: of the cell in means of regret. tie_margin: share by which the slow end of a paired
-    ratio's interval may exceed 1 for a tie.
+    archs: whose databases it belongs into; () = those of all. baselines: eligible peers; each needs
+    a row of some outcome. routes: of ours that need one too. weight: of the cell in means of
+    regret. tie_margin: share by which the slow end of a paired ratio's interval may exceed 1 for a
+    tie.
     """
 
     cell: Cell
@@ -31,6 +32,7 @@ class CellRequest:
     baselines: tuple[str, ...]
     routes: tuple[str, ...] = ()
     weight: float = 1.0
+    archs: tuple[str, ...] = ()
     tie_margin: float = TIE_MARGIN
 
     def __post_init__(self) -> None:
@@ -69,17 +71,31 @@ def loads(text: str, source: str = "cells") -> tuple[CellRequest, ...]:
     return tuple(found)
 
 
+def of_arch(requests: Iterable[CellRequest], arch: str) -> tuple[CellRequest, ...]:
+    """The requests that belong into the database of an architecture."""
+    return tuple(each for each in requests if not each.archs or arch in each.archs)
+
+
 def check_distinct(requests: Sequence[CellRequest]) -> None:
-    """Raise `ValueError` for every name and every cell that is there twice."""
+    """Raise `ValueError` for every name and every cell that one database would have twice."""
     faults = Faults()
-    names: set[str] = set()
-    cells: dict[str, str] = {}
+    known: dict[tuple[str, str], list[CellRequest]] = {}
     for each in requests:
-        faults.require(each.name not in names, "name", each.name, "must be there once")
-        names.add(each.name)
-        first = cells.setdefault(each.cell.digest, each.name)
-        faults.require(first is each.name, "cell", each.name, f"must differ from that of {first}")
+        for parameter, key, rule in (
+            ("name", each.name, "must be there once"),
+            ("cell", each.cell.digest, "must differ from that of {}"),
+        ):
+            others = known.setdefault((parameter, key), [])
+            other = next((one for one in others if _meet(one, each)), None)
+            if other is not None:
+                faults.add(parameter, each.name, rule.format(other.name))
+            others.append(each)
     faults.raise_if_any("cells")
+
+
+def _meet(one: CellRequest, other: CellRequest) -> bool:
+    """Whether some database has both."""
+    return not one.archs or not other.archs or bool(set(one.archs) & set(other.archs))
 
 
 def _are_names(value: Any) -> bool:
@@ -102,6 +118,11 @@ _RULES = (
         "routes",
         "must be a tuple of non-empty names, each once, none of them a baseline",
         lambda r: _are_names(r.routes) and not set(r.routes) & set(r.baselines),
+    ),
+    Rule(
+        "archs",
+        "must be a tuple of non-empty names, each once",
+        lambda r: _are_names(r.archs),
     ),
     Rule("weight", "must be a number > 0", lambda r: _is_number(r.weight) and r.weight > 0, None),
     Rule(

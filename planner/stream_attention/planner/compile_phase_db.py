@@ -52,7 +52,7 @@ def compile_all(
         compile_database(
             arch,
             rows,
-            requests,
+            cell_requests.of_arch(requests, arch),
             context=Context(commit=commit),
             salt=salt,
             hold_out_share=hold_out_share,
