@@ -37,7 +37,7 @@ from stream_attention.bench.report_plots import plots
 from stream_attention.bench.screen import UNPRINTED, Screen, Unprintable, say, say_interrupted
 from stream_attention.core.atomic_files import replace_file
 from stream_attention.planner.evidence import EvidenceRow
-from stream_attention.planner.evidence_store import EvidenceStore
+from stream_attention.planner.evidence_store import EvidenceStore, EvidenceStoreError
 from stream_attention.planner.phase_db import ARCHS, PhaseDatabase, load, shipped
 
 FLAGS = flags.FLAGS
@@ -133,7 +133,7 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
         try:
             flag_types.refuse_arguments(argv)
             data, out = resolve(values)
-        except ValueError as error:
+        except (ValueError, EvidenceStoreError) as error:
             say(f"{PROGRAM}: {error}")
             return 2
         try:
