@@ -180,7 +180,9 @@ def test_what_is_unresolved_says_what_is_missing():
     )
     found = report_data(database(cell), rows)
     assert "1 cells, 0 resolved, 1 unresolved." in summary_lines(found)
-    assert "missing flashinfer_xqa" in page(found, {})
+    tags = Tags()
+    tags.feed(page(found, {}))
+    assert "cell|flashinfer_xqa|" in tags.rows["unresolved"]
 
 
 def test_the_interval_of_a_paired_ratio_is_shown():

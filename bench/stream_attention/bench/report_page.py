@@ -38,7 +38,9 @@ def page(data: ReportData, plots: Mapping[str, bytes]) -> str:
         f"<h1>{_text(title)}</h1>",
         _summary(data),
         "<h2>Cells</h2>",
-        _cells(data.cells),
+        _cells([cell for cell in data.cells if cell.timed]),
+        "<h2>Not decided yet</h2>",
+        _unresolved(data),
         *(_plot(name, png) for name, png in plots.items()),
         "<h2>Where the fastest contender changes</h2>",
         _crossovers(data),
@@ -140,8 +142,15 @@ def _cell(cell: CellView) -> tuple[str, tuple[str, ...]]:
         format_time(peer.p50_us if peer else None),
         format_ratio(cell.speed_up),
         f"{ratio.p50:.3f} ({ratio.low:.3f}–{ratio.high:.3f})" if ratio else "–",
-        f"{chosen}: missing {', '.join(decision.missing)}" if decision.missing else chosen,
+        chosen,
     )
+
+
+def _unresolved(data: ReportData) -> str:
+    rows = (
+        ("unresolved", (each.name, ", ".join(each.decision.missing))) for each in data.unresolved
+    )
+    return _table(("cell", "what is missing"), rows)
 
 
 def _plot(name: str, png: bytes) -> str:
