@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stream_attention.planner.page_tables import PageLayout
-from stream_attention.planner.workload_content import BATCH_KEYS, canonical_json, read_text
+from stream_attention.planner.plain import canonical_json
+from stream_attention.planner.workload_content import BATCH_KEYS, read_text
 from stream_attention.planner.workloads import WorkloadBatch, WorkloadRequest
 
 ROWS = (

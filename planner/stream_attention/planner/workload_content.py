@@ -10,7 +10,6 @@ a group of one request and no group.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import struct
@@ -24,6 +23,7 @@ from stream_attention.core.errors import Faults
 from stream_attention.core.ir import is_int
 from stream_attention.planner.json_keys import check_keys, check_schema
 from stream_attention.planner.page_tables import PageLayout
+from stream_attention.planner.plain import canonical_json, digest_of
 from stream_attention.planner.workload_requests import WorkloadRequest
 from stream_attention.planner.workload_rules import MAX_REQUESTS
 
@@ -108,19 +108,9 @@ def _request_runs(faults: Faults, entries: Any) -> list[tuple[int, dict[str, Any
     return runs
 
 
-def canonical_json(data: Any) -> str:
-    """The one text of plain data: keys sorted, no blanks, ASCII; NaN and infinities refused."""
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def sha256_of(data: Any) -> str:
-    """SHA-256, in hex, of the canonical JSON of plain data."""
-    return hashlib.sha256(canonical_json(data).encode("ascii")).hexdigest()
-
-
 def digest(batch: WorkloadBatch) -> str:
     """SHA-256, in hex, of `content`."""
-    return sha256_of(content(batch))
+    return digest_of(content(batch))
 
 
 def content(batch: WorkloadBatch) -> dict[str, Any]:
