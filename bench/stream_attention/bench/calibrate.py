@@ -57,7 +57,7 @@ def compiled(run: Run, folder: Path) -> tuple[Path, PhaseDatabase, tuple[str, ..
     """
     arch, commit = run.environment.arch, run.environment.commit
     evidence, databases = folder / EVIDENCE, folder / DATABASES
-    evidence.mkdir(exist_ok=True)
+    evidence.mkdir(parents=True, exist_ok=True)
     databases.mkdir(exist_ok=True)
     store = EvidenceStore(evidence)
     _, refused = record(run, store)

@@ -1,0 +1,317 @@
+"""Runs of the bench as rows of evidence, kept and compiled: from a result to a phase database."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from absl import flags
+
+from stream_attention.bench import calibrate, paged_decode, record_evidence
+from stream_attention.bench.cases import FP8, AttentionCase
+from stream_attention.bench.check import Check
+from stream_attention.bench.contenders import Contender
+from stream_attention.bench.evidence_rows import cell_of, evidence_of, fingerprint_of
+from stream_attention.bench.floor import ReadCurve, ReadPoint
+from stream_attention.bench.kernel_facts import kernel_facts
+from stream_attention.bench.lengths import parse_lengths, uniform
+from stream_attention.bench.machine import Environment
+from stream_attention.bench.manifest import exact_cells
+from stream_attention.bench.paired_timing import PairedTiming
+from stream_attention.bench.provenance import facts_of_row, versions_of
+from stream_attention.bench.results import CaseResult, PairRow, Row, Run, to_json
+from stream_attention.bench.routes import problem_of, route_contenders
+from stream_attention.bench.supported import supported_range
+from stream_attention.bench.timing import Timing
+from stream_attention.core import resources
+from stream_attention.core.registry import default_registry
+from stream_attention.core.resources import ResourcesError
+from stream_attention.core.testing.checks import H200
+from stream_attention.planner import cell_requests
+from stream_attention.planner.evidence import EvidenceRow
+from stream_attention.planner.evidence_rules import Context, refusals
+from stream_attention.planner.evidence_store import EvidenceStore
+from stream_attention.planner.phase_db import load
+
+CPU = torch.device("cpu")
+CASE = AttentionCase(batch=4, lengths=uniform(4096))
+CURVE = ReadCurve((ReadPoint(1, 20.0, "block"),), "cuda_graph_cold")
+CHECK = Check(True, 1e-3, 3e-3, 1e-4, 3e-4, 4, 4)
+ENVIRONMENT = Environment(
+    device="Some GPU",
+    device_type="cuda",
+    arch="sm_90",
+    cache_bytes=60 << 20,
+    num_sms=132,
+    sm_clock_mhz=1980,
+    memory_clock_mhz=3201,
+    threads=16,
+    cpu="Some CPU",
+    driver="580.1",
+    cuda="13.0",
+    python="3.12.3",
+    torch="2.11.0",
+    triton="3.6.0",
+    flashinfer=None,
+    commit="0123456789abcdef0123456789abcdef01234567",
+    command="paged_decode.py",
+    started_at="2026-01-02T03:04:05Z",
+    load_average=0.1,
+    num_cpus=16,
+)
+
+
+def timing(us: float) -> Timing:
+    return Timing(tuple(us * (1 + 0.001 * (i % 5)) for i in range(25)), "cuda_graph_cold", 10, 5)
+
+
+def ok(name: str, kind: str, us: float, **fields) -> Row:
+    facts = {
+        "resolved": name,
+        "workspace_bytes": 0,
+        "timed_allocations": 0,
+        "versions": (("torch", "2.11.0"),),
+        "kernel": (("registers", "128"),) if name.startswith("sm90") else (),
+    }
+    return Row(name, kind, "ok", (), timing(us), CHECK, **{**facts, **fields})
+
+
+def made_run(case: AttentionCase = CASE, **changes) -> Run:
+    """Ours wins over the peer; the engine, what failed and what was not run stand beside."""
+    rows = (
+        ok("sm90_decode", "route", 40.0),
+        ok("triton", "route", 60.0),
+        ok("engine", "route", 41.0, resolved="sm90_decode"),
+        ok("peer", "peer", 50.0),
+        Row("slow", "peer", "unsupported", ("batch=4: too many",)),
+        Row("later", "peer", "not_run", ("stopped",)),
+    )
+    result = CaseResult(case, 1 << 26, 1 << 26, 1, 20.0, 1 << 28, True, rows)
+    paired = PairedTiming(timing(40.0), timing(50.0))
+    pair = PairRow(
+        case,
+        "sm90_decode",
+        "peer",
+        "ok",
+        (),
+        paired,
+        (CHECK, CHECK),
+        versions=(("torch", "2.11.0"),),
+    )
+    fields = {"cases": (result,), "pairs": (pair,), **changes}
+    return Run(ENVIRONMENT, {}, CURVE, **fields)
+
+
+def test_each_outcome_is_a_row_but_for_the_engine_and_what_was_not_run() -> None:
+    rows = evidence_of(made_run())
+    singles = {row.requested: row for row in rows if isinstance(row, EvidenceRow)}
+    assert list(singles) == ["sm90_decode", "triton", "peer", "slow"]
+    roles = [row.role for row in singles.values()]
+    assert roles == ["native", "portable", "external", "external"]
+    assert singles["slow"].reasons == ("batch=4: too many",)
+    assert singles["sm90_decode"].timing.samples_us == timing(40.0).samples_us
+    assert singles["sm90_decode"].correctness.max_bound == 3e-3
+    (pair,) = rows[len(singles) :]
+    assert pair.ratios == pytest.approx([0.8] * 25)
+
+
+def test_a_row_that_the_bench_found_right_is_accepted_by_every_rule() -> None:
+    rows = evidence_of(made_run())
+    assert [fault for row in rows for fault in refusals(row, Context())] == []
+
+
+def test_a_check_that_never_came_to_numbers_gives_no_correctness() -> None:
+    failed = Check(False, None, None, None, None, 0, 4, "not written")
+    row = Row("peer", "peer", "wrong", ("not written",), timing(1.0), failed)
+    result = dataclasses.replace(made_run().cases[0], rows=(row,))
+    (found,) = evidence_of(made_run(cases=(result,), pairs=()))
+    assert found.correctness is None
+    assert found.outcome == "wrong"
+
+
+def test_the_fingerprint_has_what_all_rows_share() -> None:
+    found = fingerprint_of(ENVIRONMENT)
+    assert (found.device, found.arch, found.l2_bytes) == ("Some GPU", "sm_90", 60 << 20)
+    again = dataclasses.replace(ENVIRONMENT, load_average=9.0, command="other", started_at="later")
+    assert fingerprint_of(again) == found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        AttentionCase(batch=3, lengths=parse_lengths("7,0,300"), cache="contiguous"),
+        AttentionCase(batch=2, lengths=uniform(64), q_lengths=parse_lengths("1,64"), kv_dtype=FP8),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_cell_has_the_problem_and_the_lengths_of_its_case(case: AttentionCase) -> None:
+    cell = cell_of(case)
+    assert cell.problem == problem_of(case)
+    assert (cell.qo_lens, cell.kv_lens) == (case.q_lens, case.kv_lens)
+
+
+def test_what_was_recorded_is_not_recorded_again(tmp_path: Path) -> None:
+    store = EvidenceStore(tmp_path)
+    assert record_evidence.record(made_run(), store) == (5, ())
+    assert record_evidence.record(made_run(), store) == (0, ())
+    assert len(store.rows()) == 5
+
+
+def test_a_row_that_counts_nowhere_is_refused_by_rule_and_not_added(tmp_path: Path) -> None:
+    dirty = dataclasses.replace(ENVIRONMENT, commit=f"{ENVIRONMENT.commit}+changes")
+    added, refused = record_evidence.record(
+        dataclasses.replace(made_run(), environment=dirty), EvidenceStore(tmp_path)
+    )
+    assert added == 0
+    assert len(refused) == 5
+    assert refused[0].startswith("sm90_decode on cell ")
+    assert refused[-1].startswith("sm90_decode:peer on cell ")
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_every_peer_of_a_run_is_a_baseline_and_every_route_of_ours_is_asked() -> None:
+    (request,) = record_evidence.requests_of([made_run(), made_run()])
+    assert request.baselines == ("peer", "slow", "later")
+    assert request.routes == ("sm90_decode", "triton")
+    assert request.archs == ("sm_90",)
+
+
+def test_the_manifests_cells_are_asked_for_their_architectures() -> None:
+    manifest = exact_cells()
+    requests = record_evidence.requests_of([made_run()], manifest)
+    for arch in ("sm_80", "sm_90", "sm_100"):
+        of_arch = [r for r in cell_requests.of_arch(requests, arch) if r.name != CASE.name]
+        assert {r.name for r in of_arch} == {cell.name for cell in manifest.of_arch(arch)}
+    text = cell_requests.dumps(requests)
+    assert cell_requests.loads(text) == requests
+
+
+def test_calibration_keeps_evidence_and_compiles_what_an_engine_takes(tmp_path: Path) -> None:
+    path, database, refused = calibrate.compiled(made_run(), tmp_path)
+    assert refused == ()
+    assert path == tmp_path / "phase_db" / "sm90.json"
+    assert load(path) == database
+    (cell,) = database.cells
+    assert cell.status == "unresolved"
+    assert cell.missing == ("outcome of later",)
+    rows = made_run().cases[0].rows[:-1]
+    whole = made_run(cases=(dataclasses.replace(made_run().cases[0], rows=rows),))
+    _, database, _ = calibrate.compiled(whole, tmp_path / "again")
+    (cell,) = database.cells
+    assert (cell.status, cell.chosen, cell.baseline) == ("native", "sm90_decode", "peer")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "--out_dir=None: must name a folder"),
+        (["--out_dir=o", "--json=x.json"], "--json='x.json': is OUT_DIR/run.json here"),
+        (["--out_dir=o", "--eager"], "--eager: evidence is of cold graph replays alone"),
+        (["--out_dir=o", "--warm"], "--warm: evidence is of cold graph replays alone"),
+        (["--out_dir=o", "--nocheck"], "--nocheck: evidence is checked against the oracle"),
+        (["--out_dir=o", "--device=cpu"], "--device=cpu: phase databases are of CUDA devices"),
+    ],
+)
+def test_calibration_refuses_what_is_no_evidence(
+    given: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    values = flags.FlagValues()
+    calibrate.define_flags(values)
+    assert calibrate.main(values(["calibrate", *given]), values) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_calibration_goes_on_with_its_file_and_pairs_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def measured(argv, values):
+        asked.append((values.suite, values.paired, values.resume))
+        Path(values.json).write_text(json.dumps(to_json(made_run())))
+        return 0
+
+    monkeypatch.setattr(paged_decode, "main", measured)
+    monkeypatch.setattr(paged_decode, "chosen_device", lambda name: torch.device("cuda", 0))
+    for _ in range(2):
+        values = flags.FlagValues()
+        calibrate.define_flags(values)
+        argv = values(["calibrate", f"--out_dir={tmp_path / 'out'}"])
+        assert calibrate.main(argv, values) == 0
+    assert asked == [("evidence", "best", False), ("evidence", "best", True)]
+    assert "StreamAttnEngine(phase_db=" in capsys.readouterr().out
+    assert len(EvidenceStore(tmp_path / "out" / "evidence").rows()) == 5
+
+
+def test_a_run_that_was_interrupted_is_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_decode, "main", lambda argv, values: 130)
+    monkeypatch.setattr(paged_decode, "chosen_device", lambda name: torch.device("cuda", 0))
+    values = flags.FlagValues()
+    calibrate.define_flags(values)
+    argv = values(["calibrate", f"--out_dir={tmp_path / 'out'}"])
+    assert calibrate.main(argv, values) == 130
+    assert not (tmp_path / "out" / "phase_db").exists()
+
+
+def test_the_range_of_a_contender_is_what_it_answers() -> None:
+    def supports(case: AttentionCase, device: torch.device) -> tuple[str, ...]:
+        fits = case.head_dim in (64, 128) and case.page_size >= 16 and not case.contiguous
+        return () if fits else ("no",)
+
+    picky = Contender("picky", "peer", lambda case, pools, device: [], supports)
+    found = dict(line.split(": ", 1) for line in supported_range(picky, CASE, CPU))
+    assert found["head_dim"] == "64, 128"
+    assert found["page_size"] == "16, 32, 64, 128, 256"
+    assert found["cache"] == "paged"
+    assert found["kv_dtype"] == f"bfloat16, {FP8}"
+    assert found["batch_invariant"] == "False"  # a peer makes no such promise
+    never = Contender("never", "peer", lambda case, pools, device: [], lambda *_: 1 / 0)
+    assert set(supported_range(never, CASE, CPU)) == {f"{name}: " for name in found}
+
+
+def test_versions_and_facts_of_a_contender_that_cannot_answer_are_none() -> None:
+    broken = Contender(
+        "broken",
+        "peer",
+        lambda case, pools, device: [],
+        versions=lambda: 1 / 0,
+        kernel=lambda case, device: 1 / 0,
+    )
+    facts = facts_of_row(broken, CASE, CPU, timed=True)
+    assert (facts["versions"], facts["kernel"], facts["clocks"]) == ((), (), ())
+    good = Contender(
+        "good", "peer", lambda case, pools, device: [], versions=lambda: {"b": "2", "a": "1"}
+    )
+    assert versions_of(good, broken) == (("a", "1"), ("b", "2"))
+
+
+def test_facts_of_a_native_kernel_are_those_of_the_library_or_an_error() -> None:
+    records = {record.route: record for record in default_registry().attention_records()}
+    problem = problem_of(CASE)
+    assert kernel_facts(records["torch"], problem, H200) == ()
+    library = pytest.importorskip("stream_attention.kernels_sm90.library").LIBRARY
+    if resources.reason(library) is not None:
+        with pytest.raises(ResourcesError, match=r"resources\.json"):
+            kernel_facts(records["sm90_decode"], problem, H200)
+        return
+    facts = dict(kernel_facts(records["sm90_decode"], problem, H200))
+    assert int(facts["registers"]) > 32
+    assert int(facts["spill_bytes"]) == 0
+    assert facts["kernel"].startswith("decode_")
+
+
+def test_our_routes_are_asked_for_their_kernels() -> None:
+    torch_route = next(c for c in route_contenders() if c.name == "torch")
+    assert torch_route.kernel(CASE, CPU) == ()
