@@ -51,9 +51,9 @@ class Found:
 NOTHING = Found("no route is legal, so no evidence was asked for")
 
 
-def _look_up(database: PhaseDatabase, problem: AttentionProblem) -> Found:
+def _look_up(database: PhaseDatabase, problem: AttentionProblem, routes: Collection[str]) -> Found:
     try:
-        estimates = {each.route: each for each in database.lookup(problem)}
+        estimates = {each.route: each for each in database.lookup(problem, routes)}
     except Exception as error:  # a broken database does not harm a call that a route can serve
         why = f"the phase database of {database.arch} is broken: {type(error).__name__}: {error}"
         return Found(why, database, problem)
@@ -90,7 +90,7 @@ class Databases:
         databases, why = self.of(device)
         first: Found | None = None
         for database in databases:
-            found = _look_up(database, problem)
+            found = _look_up(database, problem, routes)
             if any(found.inside(route) is not None for route in routes):
                 return found
             first = found if first is None else first

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from stream_attention.core.problem import AttentionProblem
@@ -52,10 +52,15 @@ class ModelIndex:
             by_family.setdefault(model.family, []).append(model)
         self._families = {name: _Family(each) for name, each in by_family.items()}
 
-    def lookup(self, problem: AttentionProblem) -> tuple[RouteEstimate, ...]:
-        """An estimate a model of the problem's family, fastest first, ties by role and name."""
+    def lookup(
+        self, problem: AttentionProblem, routes: Collection[str] | None = None
+    ) -> tuple[RouteEstimate, ...]:
+        """An estimate a model of the problem's family, fastest first, ties by role and name.
+
+        routes: those to ask for; `None` = all.
+        """
         family = self._families.get(family_of(problem))
-        return family.estimates(features_of(problem)) if family is not None else ()
+        return family.estimates(features_of(problem), routes) if family is not None else ()
 
 
 class _Family:
@@ -81,7 +86,9 @@ class _Family:
             by_exact.setdefault(at[len(PLACE) :], []).append((octaves, of_route))
         self._near_exact = {exact: _Places(places) for exact, places in by_exact.items()}
 
-    def estimates(self, features: Mapping[str, float]) -> tuple[RouteEstimate, ...]:
+    def estimates(
+        self, features: Mapping[str, float], routes: Collection[str] | None
+    ) -> tuple[RouteEstimate, ...]:
         place = tuple([features[name] for name in _PLACES])
         terms = {names: [features[name] for name in names] for names in self._terms}
         # Loops over `us(features)` and over ranges would take longer than all else.
@@ -94,6 +101,8 @@ class _Family:
         found = []
         for model, limits in self._models:
             route = model.route
+            if routes is not None and route not in routes:
+                continue
             rows: tuple[str, ...] = ()
             if within[limits]:
                 rows = tuple([row for each in near if route in each for row in each[route]])

@@ -11,6 +11,7 @@ import importlib.resources
 import json
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,11 +193,13 @@ class PhaseDatabase:
 
     __repr__ = evaluable_repr
 
-    def lookup(self, problem: AttentionProblem) -> tuple[RouteEstimate, ...]:
+    def lookup(
+        self, problem: AttentionProblem, routes: Collection[str] | None = None
+    ) -> tuple[RouteEstimate, ...]:
         """The models' estimates for `problem`, fastest first, each with whether it is measured
-        there; `()` where nothing like it was measured.
+        there; `()` where nothing like it was measured. routes: those to ask for; `None` = all.
         """
-        return self.index.lookup(problem)
+        return self.index.lookup(problem, routes)
 
     @functools.cached_property
     def index(self) -> ModelIndex:
