@@ -236,6 +236,7 @@ def test_a_model_refuses_what_no_fit_gives():
         ("role", "peer", "must be one of native"),
         ("points", (), "must be in the ranges"),
         ("points", (dataclasses.replace(model.points[0], us=0.0),), "a time > 0"),
+        ("points", (dataclasses.replace(model.points[0], ratio=0.0),), "a ratio > 0"),
         ("ranges", model.ranges[1:], "in that order"),
         ("route", "", "non-empty"),
         ("family", "", "non-empty"),

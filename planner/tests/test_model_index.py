@@ -1,6 +1,7 @@
 """Inside and outside of what was measured, and the estimates: scenarios that mutants fail."""
 
 import dataclasses
+import math
 import time
 import timeit
 import types
@@ -110,6 +111,30 @@ def the_fastest_comes_first_and_ties_go_by_role_and_name(index):
             *("flashinfer_xqa", "sm90_a", "sm90_b", "torch"),
             "flashinfer_fa3",
         ]
+
+
+def what_was_measured_nearby_corrects_the_model(index):
+    cells = [cell(4, 4096), cell(4, 8192), cell(64, 65536)]
+    known = model(cells=cells)
+    ratios = {4096.0: 2.0, 8192.0: 0.5, 65536.0: 9.0}  # by the longest request
+    points = [dataclasses.replace(p, ratio=ratios[p.features[1]]) for p in known.points]
+    off = [dataclasses.replace(known, points=tuple(points))]
+    # Twice the bytes and twice the longest: two octaves.
+    for asked, near, far in ((cells[0], 2.0, 0.5), (cells[1], 0.5, 2.0)):
+        plain = one(index, asked, [dataclasses.replace(known, points=_all_right(known))]).us
+        here, there = 1 / 1e-3, 1 / (2.0**2 + 1e-3)
+        want = plain * (here * near + there * far) / (here + there)
+        assert one(index, asked, off).us == pytest.approx(want, rel=1e-12)
+    between = cell(4, 6144)
+    first, second = math.log2(1.5), math.log2(8192 / 6144)
+    weights = [1 / ((2 * each) ** 2 + 1e-3) for each in (first, second)]
+    plain = one(index, between, [dataclasses.replace(known, points=_all_right(known))]).us
+    want = plain * (2.0 * weights[0] + 0.5 * weights[1]) / sum(weights)
+    assert one(index, between, off).us == pytest.approx(want, rel=1e-12)
+
+
+def _all_right(known):
+    return tuple(dataclasses.replace(point, ratio=1.0) for point in known.points)
 
 
 def routes_may_be_asked_for_by_name(index):

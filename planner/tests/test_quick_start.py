@@ -141,7 +141,10 @@ def test_plan_once_for_a_decode_loop(capsys):
 def test_prefill_and_training_attention():
     names = run(SEQUENCES)
     assert names["prefill_output"].shape == names["q"].shape
-    torch.testing.assert_close(names["prefill_output"], names["output"].detach())
+    # On a GPU two routes serve these, each with roundings of its own.
+    torch.testing.assert_close(
+        names["prefill_output"], names["output"].detach(), atol=2e-3, rtol=2e-2
+    )
     assert names["q"].grad.isfinite().all()
     assert names["k"].grad.abs().sum() > 0
     assert names["prefill_info"].guarantee == "exact"

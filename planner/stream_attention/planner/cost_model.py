@@ -61,13 +61,15 @@ class Range:
 class Point:
     """A measured cell (first 16 digits of its digest): its row, median, and its place.
 
-    features: in the order of the model's `ranges`.
+    features: in the order of the model's `ranges`. ratio: the median over the model's time there,
+    which estimates nearby are corrected by.
     """
 
     cell: str
     row: str
     us: float
     features: tuple[float, ...]
+    ratio: float = 1.0
 
     __repr__ = evaluable_repr
 
@@ -243,6 +245,7 @@ def fit(route: str, role: str, measured: Iterable[Measured]) -> RouteModel | Non
                 row=each.row,
                 us=each.us,
                 features=tuple(place[name] for name in names),
+                ratio=each.us / _time(coefficients, _terms(place)),
             )
             for each, place in zip(ordered, features, strict=True)
         ),
@@ -272,12 +275,12 @@ def left_out(
     found: list[float | None] = []
     for place, at in zip(terms, asked, strict=True):
         coefficients = solved[place]
-        found.append(
-            None
-            if coefficients is None
-            else math.fsum(c * x for c, x in zip(coefficients, _terms(at), strict=True))
-        )
+        found.append(None if coefficients is None else _time(coefficients, _terms(at)))
     return found
+
+
+def _time(coefficients: Sequence[float], terms: Sequence[float]) -> float:
+    return math.fsum(c * x for c, x in zip(coefficients, terms, strict=True))
 
 
 def _terms(features: Mapping[str, float]) -> tuple[float, ...]:
@@ -318,11 +321,12 @@ _MODEL_RULES = (
     ),
     Rule(
         "points",
-        "must be in the ranges, with a time > 0",
+        "must be in the ranges, with a time > 0 and a ratio > 0",
         lambda m: (
             len(m.points) > 0
             and all(
                 0 < point.us < math.inf
+                and 0 < point.ratio < math.inf
                 and len(point.features) == len(m.ranges)
                 and all(r.low <= x <= r.high for r, x in zip(m.ranges, point.features, strict=True))
                 for point in m.points

@@ -2,6 +2,12 @@
 
 A problem is inside of a model's measured range where the family agrees, each feature of its place
 is within the model's ranges, and a measured cell is near. An empty corner of the box is outside.
+
+Inside, the model's time is corrected by what was measured nearby: times the mean of measured over
+modelled time, each near cell weighted by the inverse square of its distance. So a cell that was
+measured keeps its measured order, and a route that won at all neighbours is not overturned by what
+the model is off by. D. Shepard, "A two-dimensional interpolation function for irregularly-spaced
+data", Proceedings of the 1968 ACM National Conference.
 """
 
 from __future__ import annotations
@@ -25,6 +31,8 @@ from stream_attention.planner.evidence import ROLES
 
 NUM_ROWS = 3
 """Rows that an estimate names."""
+CLOSEST = 1e-3
+"""Square of the distance, in octaves, below which places are taken for one."""
 
 
 class RouteEstimate(NamedTuple):
@@ -75,11 +83,11 @@ class _Family:
         # Models of routes that were measured on the same cells share their limits: checked once.
         self._models = [(model, list(limits).index(_limits_of(model))) for model in ordered]
         self._terms = {model.features for model in ordered}
-        rows: dict[tuple[float, ...], dict[str, list[str]]] = {}
+        rows: dict[tuple[float, ...], _OfRoute] = {}
         for model in ordered:
             for point in sorted(model.points, key=lambda p: (p.cell, p.row)):
                 of_route = rows.setdefault(point.features, {})
-                of_route.setdefault(model.route, []).append(point.row)
+                of_route.setdefault(model.route, []).append((point.row, point.ratio))
         by_exact: dict[tuple[float, ...], list[_Place]] = {}
         for at, of_route in rows.items():
             octaves = tuple(map(_octaves, at[: len(PLACE)]))
@@ -104,18 +112,28 @@ class _Family:
             if routes is not None and route not in routes:
                 continue
             rows: tuple[str, ...] = ()
+            us = sum(map(operator.mul, model.coefficients, terms[model.features]))
             if within[limits]:
-                rows = tuple([row for each in near if route in each for row in each[route]])
+                here = [
+                    (weight, row, ratio)
+                    for weight, each in near
+                    if route in each
+                    for row, ratio in each[route]
+                ]
+                rows = tuple([row for _, row, _ in here])
                 why = "" if rows else _NOTHING_NEAR
+                if here:
+                    us *= sum([w * ratio for w, _, ratio in here]) / sum([w for w, _, _ in here])
             else:
                 why = _why_outside(model, features)
-            us = sum(map(operator.mul, model.coefficients, terms[model.features]))
             found.append(RouteEstimate(route, model.role, us, not why, rows[:NUM_ROWS], why))
         found.sort(key=_us)  # stable: ties stay in the order of the models
         return tuple(found)
 
 
-_Place = tuple[tuple[float, ...], dict[str, list[str]]]
+_OfRoute = dict[str, list[tuple[str, float]]]
+"""By route its rows at a place, each with its point's ratio."""
+_Place = tuple[tuple[float, ...], _OfRoute]
 
 
 class _Places:
@@ -127,8 +145,8 @@ class _Places:
         self._places = sorted(places, key=lambda each: each[0])
         self._first = [octaves[0] for octaves, _ in self._places]
 
-    def near(self, at: Sequence[float]) -> list[dict[str, list[str]]]:
-        """Rows by route of the places that are near, nearest first."""
+    def near(self, at: Sequence[float]) -> list[tuple[float, _OfRoute]]:
+        """The places that are near, nearest first, with their weights."""
         octaves = list(map(_octaves, at))
         first = bisect.bisect_left(self._first, octaves[0] - NEAR_OCTAVES)
         last = bisect.bisect_right(self._first, octaves[0] + NEAR_OCTAVES)
@@ -143,7 +161,7 @@ class _Places:
             else:
                 near.append((distance, of_route))
         near.sort(key=operator.itemgetter(0))  # stable: ties stay in the order of the places
-        return [of_route for _, of_route in near]
+        return [((distance**2 + CLOSEST) ** -1, of_route) for distance, of_route in near]
 
 
 def _limits_of(model: RouteModel) -> tuple[tuple[float, ...], tuple[float, ...]]:
