@@ -10,7 +10,9 @@ from documents import DOCUMENTS, Block, blocks, configs, labels, modules, paths
 from lint_tree import targets
 
 README = Path("README.md")
-PYTHON = [block for block in blocks(README) if block.language == "python"]
+PYTHON = [
+    block for document in DOCUMENTS for block in blocks(document) if block.language == "python"
+]
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 
 
@@ -43,11 +45,18 @@ def test_the_two_commands_come_first() -> None:
 
 
 def test_readme_has_a_block_for_each_delivered_feature() -> None:
-    code = "\n".join(block.text for block in PYTHON)
+    code = "\n".join(block.text for block in PYTHON if block.document == README)
     calls = ("decode", "attention", "prefill", "train", "merge_states", "reference.attention")
     assert not [name for name in calls if f"stream_attn.{name}(" not in code]
     assert "plan.run()" in code
     assert "plan.explain()" in code
+
+
+@pytest.mark.parametrize("heading", ["Add a route", "Add a peer", "Add a case"])
+def test_contributing_adds_one_of_each_and_shows_that_it_took_effect(heading: str) -> None:
+    (block,) = [b for b in PYTHON if b.heading == heading]
+    assert block.document == Path("CONTRIBUTING.md")
+    assert block.text.count("\nassert ") >= 2
 
 
 @each_document
