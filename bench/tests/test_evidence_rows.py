@@ -10,7 +10,7 @@ import pytest
 import torch
 from absl import flags
 
-from stream_attention.bench import calibrate, paged_decode, record_evidence
+from stream_attention.bench import calibrate, evidence_rows, paged_decode, record_evidence
 from stream_attention.bench.cases import FP8, AttentionCase
 from stream_attention.bench.check import Check
 from stream_attention.bench.contenders import Contender
@@ -27,7 +27,7 @@ from stream_attention.bench.routes import problem_of, route_contenders
 from stream_attention.bench.supported import supported_range
 from stream_attention.bench.timing import Timing
 from stream_attention.core import resources
-from stream_attention.core.registry import default_registry
+from stream_attention.core.registry import AttentionRecord, Registry, default_registry
 from stream_attention.core.resources import ResourcesError
 from stream_attention.core.testing.checks import H200
 from stream_attention.planner import cell_requests
@@ -62,6 +62,16 @@ ENVIRONMENT = Environment(
     load_average=0.1,
     num_cpus=16,
 )
+
+
+@pytest.fixture(autouse=True)
+def routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two routes are registered, whatever packages are here."""
+    registry = Registry(discover=False)
+    for name, native in (("sm90_decode", True), ("triton", False)):
+        record = AttentionRecord(name, "test", "test", (), lambda problem, device: 1.0)
+        registry.register_attention(dataclasses.replace(record, native=native))
+    monkeypatch.setattr(evidence_rows, "default_registry", lambda: registry)
 
 
 def timing(us: float) -> Timing:
@@ -130,6 +140,13 @@ def test_a_check_that_never_came_to_numbers_gives_no_correctness() -> None:
     (found,) = evidence_of(made_run(cases=(result,), pairs=()))
     assert found.correctness is None
     assert found.outcome == "wrong"
+
+
+def test_a_route_that_nobody_registered_is_not_lost_in_silence(tmp_path: Path) -> None:
+    row = ok("sm120_decode", "route", 30.0)
+    result = dataclasses.replace(made_run().cases[0], rows=(*made_run().cases[0].rows, row))
+    with pytest.raises(ValueError, match="route=sm120_decode: must be registered here"):
+        record_evidence.record(made_run(cases=(result,)), EvidenceStore(tmp_path))
 
 
 def test_the_fingerprint_has_what_all_rows_share() -> None:

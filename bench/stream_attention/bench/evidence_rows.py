@@ -9,7 +9,7 @@ from stream_attention.bench.cases import AttentionCase
 from stream_attention.bench.check import Check
 from stream_attention.bench.machine import Environment
 from stream_attention.bench.results import CaseResult, Run
-from stream_attention.bench.routes import problem_of
+from stream_attention.bench.routes import ENGINE, problem_of
 from stream_attention.bench.timing import Timing
 from stream_attention.core.registry import Registry, default_registry
 from stream_attention.planner.cells import Cell
@@ -52,9 +52,21 @@ def evidence_of(run: Run, registry: Registry | None = None) -> tuple[Row, ...]:
     """A row for each outcome of `run` that says something of a contender, then one for each pair.
 
     Left out: what was not run, and the engine, which is no route of its own: it has its time under
-    the name of what it chose.
+    the name of what it chose. Raises `ValueError` for a route that no record here speaks of: whether
+    it is native is not in the run, and its rows would be lost.
     """
     roles = _roles(registry)
+    strange = {
+        row.contender: None
+        for case in run.cases
+        for row in case.rows
+        if row.kind == "route" and row.contender not in (*roles, ENGINE)
+    }
+    if strange:
+        raise ValueError(
+            f"route={', '.join(strange)}: must be registered here, so that its role is known; "
+            "install the packages that the run was made with"
+        )
     rows: list[Row] = []
     for case in run.cases:
         rows += _rows(run, case, roles)
@@ -72,7 +84,7 @@ def _rows(run: Run, result: CaseResult, roles: dict[str, str]) -> Iterator[Evide
     environment = run.environment
     cell = cell_of(result.case)
     for row in result.rows:
-        if row.outcome == "not_run" or (row.kind == "route" and row.contender not in roles):
+        if row.outcome == "not_run" or row.contender == ENGINE:
             continue
         yield EvidenceRow(
             cell=cell,
