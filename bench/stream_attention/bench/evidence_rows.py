@@ -52,8 +52,8 @@ def evidence_of(run: Run, registry: Registry | None = None) -> tuple[Row, ...]:
     """A row for each outcome of `run` that says something of a contender, then one for each pair.
 
     Left out: what was not run, and the engine, which is no route of its own: it has its time under
-    the name of what it chose. Raises `ValueError` for a route that no record here speaks of: whether
-    it is native is not in the run, and its rows would be lost.
+    the name of what it chose. Raises `ValueError` for a route that no record here speaks of:
+    whether it is native is not in the run, and its rows would be lost.
     """
     roles = _roles(registry)
     strange = {

@@ -168,7 +168,10 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
         if values.cells is not None:
             requests = requests_of(runs, exact_cells() if values.manifest else None)
             replace_file(_given(values.cells), cell_requests.dumps(requests).encode())
-    except (EvidenceStoreError, OSError, ValueError) as error:
+    except ValueError as error:
+        say(f"{PROGRAM}: {error}")
+        return 2
+    except (EvidenceStoreError, OSError) as error:
         say(f"{PROGRAM}: {error}")
         return UNWRITTEN
     except KeyboardInterrupt:
