@@ -1,7 +1,7 @@
 """Calibrates this machine: measures routes, keeps the evidence, compiles a phase database.
 
     ./bazelw run //bench:calibrate -- --out_dir=calibration
-    ./bazelw run //bench:calibrate -- --out_dir=calibration --suite=performance_decode
+    ./bazelw run //bench:calibrate -- --out_dir=mine --suite=performance_decode
     python -m stream_attention.bench.calibrate --out_dir=calibration
 
 Takes the flags of `paged_decode` too. Measures the cases of --suite (default: evidence) with every
