@@ -29,6 +29,9 @@ class Format(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+    def __repr__(self) -> str:
+        return f"Format.{self.name}"
+
 
 BATCHED, RAGGED, PAGED = Format.BATCHED, Format.RAGGED, Format.PAGED
 
