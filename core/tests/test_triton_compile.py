@@ -18,10 +18,8 @@ import torch
 
 from stream_attention.core.device import DeviceFacts
 from stream_attention.core.testing.checks import bind
+from stream_attention.core.testing.compiles import SHARED_LIMIT, compile_for
 from stream_attention.core.testing.problems import Case, build
-
-# Shared memory that one program may use, in bytes.
-SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 _DECODE = Case(qo_lens=(1, 1), kv_lens=(600, 600), num_qo_heads=8, head_dim_qk=128, call="batch")
 
@@ -51,14 +49,6 @@ CASES = {
 }
 INVARIANT = {"batch_invariant_not_causal", "batch_invariant_wide_scale"}
 
-_POINTER = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.uint8: "*u8",
-}
-
 
 @pytest.fixture(autouse=True)
 def compiler() -> None:
@@ -80,44 +70,13 @@ def _launch(name: str) -> Any:
     return triton_route.TritonLaunch(described.problem, device, described.bound)
 
 
-def _compile(kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], capability: int) -> Any:
-    """What `kernel[grid](*args, **meta)` would compile on a device of that capability."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    meta = dict(meta)
-    options = {key: meta.pop(key) for key in ("num_warps", "num_stages") if key in meta}
-    names = kernel.arg_names
-    values = {**dict(zip(names, args, strict=False)), **meta}
-    not_specialized = set(kernel.do_not_specialize or ())
-    signature, constants, attributes = {}, {}, {}
-    for index, name in enumerate(names):
-        value = values[name]
-        if name in meta or value is None:
-            signature[name], constants[(index,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = _POINTER[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        elif value == 1 and name not in not_specialized:
-            signature[name], constants[(index,)] = "constexpr", 1
-        else:
-            signature[name] = "i32"
-            if value % 16 == 0 and name not in not_specialized:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
 @pytest.mark.parametrize("capability", sorted(SHARED_LIMIT))
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_attention_compiles_and_fits(name: str, capability: int) -> None:
     from stream_attention.core.routes import triton_kernels
 
     launch = _launch(name)
-    compiled = _compile(
+    compiled = compile_for(
         triton_kernels.attention_split, launch._split_args, launch._split_meta, capability
     )
     assert compiled.metadata.shared <= SHARED_LIMIT[capability]
@@ -128,7 +87,7 @@ def test_attention_compiles_and_fits(name: str, capability: int) -> None:
 
 
 @pytest.mark.parametrize("capability", sorted(SHARED_LIMIT))
-def test_schedule_and_merge_compile(capability: int) -> None:
+def test_schedule_and_mergecompile_for(capability: int) -> None:
     from stream_attention.core.routes import triton_kernels, triton_merge
 
     launch = _launch("decode_d128")
@@ -137,7 +96,7 @@ def test_schedule_and_merge_compile(capability: int) -> None:
         (triton_kernels.schedule_splits, launch._schedule_args),
         (triton_merge.merge_splits, launch._merge_args),
     ):
-        compiled = _compile(kernel, args, meta, capability)
+        compiled = compile_for(kernel, args, meta, capability)
         assert compiled.metadata.shared <= SHARED_LIMIT[capability]
 
 
@@ -147,7 +106,7 @@ def test_merge_of_fixed_splits_compiles(capability: int) -> None:
 
     launch = _launch("batch_invariant_not_causal")
     args, meta = launch._merge_args
-    compiled = _compile(triton_merge.merge_slots, args, meta, capability)
+    compiled = compile_for(triton_merge.merge_slots, args, meta, capability)
     assert compiled.metadata.shared <= SHARED_LIMIT[capability]
 
 
