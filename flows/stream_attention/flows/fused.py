@@ -26,8 +26,9 @@ TRITON_DTYPES = {
     torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-PROGRAMS_PER_SM = 8
-NUM_WARPS = 4
+PROGRAMS_PER_SM, NUM_WARPS = 4, 4
+"""Measured on an H200 at 8 × 32K tokens: 4 programs a multiprocessor, which load ahead, are as fast
+as 8 or faster, and a second wave costs more than it hides."""
 
 
 class FusedScores:
@@ -76,7 +77,7 @@ class FusedScores:
             )
             for each in self.source.buffers
         }
-        programs = -(-num_sms * PROGRAMS_PER_SM // max(rows, 1))
+        programs = max(1, num_sms * PROGRAMS_PER_SM // max(rows, 1))
         self._grid = (min(self._max_chunks, programs), rows)
 
     def _spelled(self, name: str, dtype: torch.dtype) -> str:
