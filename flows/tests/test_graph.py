@@ -13,6 +13,7 @@ from stream_attention.flows import (
     GeMV,
     Mean,
     Save,
+    Softmax,
     Sum,
     load_flow,
     register,
@@ -28,6 +29,7 @@ from stream_attention.flows.graph import (  # noqa: F401, names that a repr eval
     Requirements,
     SideGraph,
 )
+from stream_attention.flows.library.running_average_block import RunningAverageBlock
 from stream_attention.flows.library.template import MyFlow
 from stream_attention.flows.op_table import OPS
 from stream_attention.flows.operators import Operator
@@ -230,6 +232,34 @@ def test_a_fill_of_a_state_only_says_where_it_starts():
     assert [node.op for node in graph.cache.nodes] == ["load", "mean", "store"]
 
 
+def test_a_field_is_loaded_once_until_it_is_written():
+    class Reread(RunningAverageBlock):
+        def forward_indexer(self, q, o, cache, ctx):
+            first = self.add(cache["r"], cache["r"], ctx=ctx)
+            self.save(first, cache["r"], ctx=ctx)
+            self.select(self.add(first, cache["r"], ctx=ctx), o, ctx=ctx)
+
+    nodes = Reread().trace(16, 64).indexer.nodes
+    assert [node.op for node in nodes] == ["load", "add", "save", "load", "add", "topk"]
+    assert nodes[1].operands == (0, 0) and nodes[4].operands == (1, 3)
+
+
+def test_a_state_read_again_waits_for_what_its_save_waited_for():
+    class Late(RunningAverageBlock):
+        def forward_indexer(self, q, o, cache, ctx):
+            self.save(Softmax()(cache["r"], ctx=ctx), cache["r"], ctx=ctx)
+            self.select(self.load(cache["r"], ctx=ctx), o, ctx=ctx)
+
+    nodes = Late().trace(16, 64).indexer.nodes
+    assert [(node.op, node.level) for node in nodes] == [
+        ("load", 0),
+        ("softmax", 1),
+        ("save", 1),
+        ("load", 1),
+        ("topk", 1),
+    ]
+
+
 def test_a_declared_dtype_stays_and_a_state_is_float32():
     class Typed(MyFlow):
         def create_cache(self, page_size, head_dim):
@@ -282,6 +312,7 @@ def test_keywords_are_the_constructors():
 
 FILE = """
 from stream_attention.flows import register
+from stream_attention.flows.library.running_average_block import RunningAverageBlock
 from stream_attention.flows.library.template import MyFlow
 
 

@@ -245,6 +245,14 @@ def test_ops_have_the_usual_functions_as_defaults(op, formula):
         torch.testing.assert_close(got[request, 0, :n], want)
 
 
+def test_relu_keeps_its_threshold_and_nan():
+    case = flow_case(Elementwise(Relu(alpha=0.0, beta=-3.0)).trace(16, 64), 4, (48,), 1)
+    case.q.fill_(0.0)
+    case.fields["c"][case.page_table[0, 1].long()] = math.nan
+    got = run(case).scores[0, 0, :3]
+    assert got[0] == got[2] == 0.0 and got[1].isnan()
+
+
 @pytest.mark.parametrize("how", [Mean, Max, Min, Sum])
 def test_a_reduction_over_pages_sees_the_window_of_its_row_only(how):
     class Lifted(Elementwise):

@@ -183,7 +183,7 @@ OPS: dict[str, OpRule] = {
     "multiply": _binary("x y"),
     "maximum": _binary("max(x, y), NaN if one is"),
     "minimum": _binary("min(x, y), NaN if one is"),
-    "relu": _elementwise("x if x >= alpha else beta", alpha=0.0, beta=0.0),
+    "relu": _elementwise("x if x >= alpha or NaN, else beta", alpha=0.0, beta=0.0),
     "sigmoid": _elementwise("1 / (1 + exp(beta x + alpha))", alpha=0.0, beta=-1.0),
     "silu": _elementwise("x / (1 + exp(beta x + alpha))", alpha=0.0, beta=-1.0),
     "abs": _elementwise("|beta x + alpha|", alpha=0.0, beta=1.0),
