@@ -192,8 +192,8 @@ print(module.__file__)
 
 def test_processes_that_make_the_same_file_all_get_it_whole(cache):
     command = [sys.executable, "-c", _CHILD.format(path=sys.path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    children = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    pipe = subprocess.PIPE
+    children = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4)]
     for child in children:
         assert child.stdout.readline() == "ready\n"
     for child in children:
