@@ -154,7 +154,7 @@ def test_a_name_is_an_identifier(name):
 def test_an_error_in_the_source_has_its_file_and_leaves_no_module(cache):
     with pytest.raises(SyntaxError) as raised:
         generated.load("def broken(:\n", "broken")
-    assert "broken_" in raised.value.filename
+    assert "broken_" in str(raised.value.filename)
     before = set(sys.modules)
     with pytest.raises(ZeroDivisionError):
         generated.load("a = 1 / 0", "zero")
@@ -192,11 +192,12 @@ print(module.__file__)
 
 def test_processes_that_make_the_same_file_all_get_it_whole(cache):
     command = [sys.executable, "-c", _CHILD.format(path=sys.path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    children = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    pipe = subprocess.PIPE
+    children = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4)]
     for child in children:
-        assert child.stdout.readline() == "ready\n"
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
     for child in children:
+        assert child.stdin is not None
         child.stdin.write("go\n")
         child.stdin.flush()
     outputs = {child.communicate(timeout=120)[0].strip() for child in children}

@@ -312,24 +312,42 @@ def test_padded_requests_and_masked_ones_write_nothing():
 
 
 def test_what_is_beyond_the_table_or_the_pool_is_not_written():
-    pool = FlowPool(load_flow("gqa_quest_sparse_attention"), 3, 4, 1, 16)
+    pool = FlowPool(load_flow("gqa_quest_sparse_attention"), 5, 4, 1, 16)
+    pool.num_pages = 4  # page 4 is the guard
     hostile(pool)
-    table = torch.tensor([[0, 99], [-5, 1]], dtype=torch.int32)[:, :2]
-    lengths, after = torch.tensor([2, 2], dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+    table = torch.tensor([[0, 4], [2, -5], [3, 1]], dtype=torch.int32)[:2]
+    lengths, after = torch.tensor([2, 6], dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+    # Of request 0, tokens of positions 4 to 7 are in the guard page, those from 8 on are past the
+    # table's row, where the first page of request 1 comes next; of request 1, none has a place.
     pool.write(*random_tokens(2, 9, pool), table, lengths, lengths_after=after)
     assert after.tolist() == [8, 8]
-    assert pool.key[0, 2:].isfinite().all() and pool.key[1].isfinite().all()
-    assert pool.key[0, :2].isnan().all() and pool.key[2].isnan().all()
+    assert pool.key[0, 2:].isfinite().all() and pool.key[0, :2].isnan().all()
+    for name in ("k", "v", "M", "m"):
+        assert pool.fields[name][1:].isnan().all(), name
 
 
 def test_lengths_that_include_the_new_tokens():
     flow = load_flow("value_energy_centroid")
     pools = [FlowPool(flow, 6, 4, 2, 16) for _ in range(2)]
     table = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32)
-    before = torch.tensor([0, 3, -9], dtype=torch.int32)
+    before = torch.tensor([0, 3, -1], dtype=torch.int32)  # at last 1, of 2: it cannot be
     for pool, lengths in zip(pools, (before, before + 2), strict=True):
         k, v = random_tokens(3, 2, pool)
         pool.write(k, v, table, lengths, lengths_include_new=lengths is not before)
+    for name in pools[0].fields:
+        assert torch.equal(raw(pools[0].fields[name]), raw(pools[1].fields[name]))
+
+
+def test_of_more_packed_tokens_than_max_new_the_first_are_written():
+    flow = load_flow("value_energy_centroid")
+    pools = [FlowPool(flow, 6, 4, 2, 16) for _ in range(2)]
+    table, zero = torch.tensor([[0, 2], [1, 3]], dtype=torch.int32), torch.zeros(2).int()
+    k, v = random_tokens(2, 7, pools[0])
+    pools[0].write(k[:, :5], v[:, :5], table, zero)
+    indptr, after = torch.tensor([0, 7, 14], dtype=torch.int32), zero.clone()
+    packed = (k.flatten(0, 1), v.flatten(0, 1))
+    pools[1].write(*packed, table, zero, indptr=indptr, max_new=5, lengths_after=after)
+    assert after.tolist() == [5, 5]
     for name in pools[0].fields:
         assert torch.equal(raw(pools[0].fields[name]), raw(pools[1].fields[name]))
 

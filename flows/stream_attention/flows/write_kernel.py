@@ -77,7 +77,7 @@ def write(
         v_new += request * v_batch_stride
     else:
         packed = tl.load(indptr + request)
-        n = tl.load(indptr + request + 1) - packed
+        n = tl.minimum(tl.load(indptr + request + 1) - packed, n_new)
         k_new += packed.to(tl.int64) * k_token_stride
         v_new += packed.to(tl.int64) * v_token_stride
     first = length - n if LENGTHS_INCLUDE_NEW else length

@@ -38,9 +38,10 @@ class WriteLaunch:
       pool's dtype; of fp8 ±448 times the scale where they are larger.
     page_table: `[batch, max_pages]` int32. A page is written by one request only.
     sequence_lengths: `[batch]` int32, tokens before the append; a negative one is of a padded
-      request, which writes nothing. With `lengths_include_new` those after it.
+      request, which writes nothing. With `lengths_include_new` those after it; one that is
+      less than what is new is as a negative one.
     indptr: `[batch + 1]` int32, first packed token of each request. max_new: tokens that a request
-      may append at most, then required; what is beyond is not written.
+      may append at most, then required; of more, the first ones are written and counted.
     active: `[batch]` int32; a request with 0 writes nothing.
     lengths_after: `[batch]` int32, written: the lengths after the append, of requests that append
       nothing as they were. Other memory than `sequence_lengths`, which all programs read.

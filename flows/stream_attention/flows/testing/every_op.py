@@ -48,13 +48,15 @@ class EveryOp(Flow):
 
     def create_cache(self, page_size, head_dim):
         self.reshape = CReshape(head_dim // 8, 8)
+        self.head_dim = int(head_dim)
+        self.widen = CReshape(6, head_dim // 2)
         blocks = {3: -(-page_size // 3), 4: -(-page_size // 4)}
         fields = {f"{name}_rows": (1, head_dim) for name in (*self.two, *self.one, "log")}
         for name in self.reductions:
             fields |= {f"{name}_tokens": (1, head_dim), f"{name}_dims": (page_size, 1)}
             fields |= {f"{name}_block{b}": (n, head_dim) for b, n in blocks.items()}
         fields |= {"gram": (page_size, page_size), "moment": (head_dim, head_dim)}
-        fields |= {"weights": (page_size, 1), "row": (1, page_size)}
+        fields |= {"wide": (6, head_dim // 2), "weights": (page_size, 1), "row": (1, page_size)}
         return {**fields, "cut": (head_dim // 8, 8), "constant": (3, 5), "again": (1, head_dim)}
 
     def forward_cache(self, cache, loc, ctx):
@@ -74,6 +76,8 @@ class EveryOp(Flow):
         self.gemm(shifted, k, cache["gram"], **at)
         turned = self.transpose(shifted, **at)
         self.gemm(turned, self.transpose(v, **at), cache["moment"], **at)
+        third = CMax(dim=1, block=-(-self.head_dim // 3))(cache["moment"], **at)  # [3, D]
+        self.widen(third, cache["wide"], **at)
         mean = CMean(dim=1)(k, **at)
         self.gemm(mean, shifted, cache["weights"], **at)
         self.gemm(shifted, mean, cache["row"], **at)
