@@ -134,6 +134,19 @@ def test_nan_and_infinities_are_what_the_interpreter_makes_of_them():
         assert inside.any()
 
 
+def test_summaries_in_eight_bits_are_read_as_they_are_stored():
+    graph = load_flow("gqa_quest_sparse_attention").trace(16, 64)
+    case = flow_case(graph, 4, dtype=torch.bfloat16, field_dtype=torch.float8_e4m3fn)
+    assert_equal(case, *both(case, 4, Window(1, 1), torch.bfloat16))
+    graph = load_flow("h2o_token_sparse_attention").trace(1, 64)
+    case = flow_case(graph, 4, dtype=torch.bfloat16, field_dtype=torch.bfloat16)
+    fields = {**case.fields, "k": case.fields["k"].to(torch.float8_e4m3fn)}
+    with pytest.raises(
+        ValueError, match=r"k\.dtype=torch\.float8_e4m3fn: scores read k, which has"
+    ):
+        FusedScores(graph, 4, fields, 8, case.page_table.shape[1], torch.bfloat16)
+
+
 def test_what_a_plan_is_not_for_is_refused_by_name():
     graph = load_flow("gqa_quest_sparse_attention").trace(16, 64)
     case = flow_case(graph, 4, dtype=torch.float32, field_dtype=torch.float32)

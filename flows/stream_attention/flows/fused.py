@@ -24,11 +24,15 @@ TRITON_DTYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e4m3fn: "u8",  # its bits: not every device has the type
 }
 PROGRAMS_PER_SM, NUM_WARPS = 4, 4
 """Measured on an H200 at 8 × 32K tokens: 4 programs a multiprocessor, which load ahead, are as fast
 as 8 or faster, and a second wave costs more than it hides."""
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 class FusedScores:
@@ -63,6 +67,10 @@ class FusedScores:
         self.batch, self.max_pages = batch, max_pages
         self.dtype, self.window = dtype, window or Window()
         self._fields = {name: fields[name] for name in names}
+        for name in {"k", "v"}.intersection(names):
+            if fields[name].dtype == torch.float8_e4m3fn:
+                what = f"{name}.dtype=torch.float8_e4m3fn: scores read {name}, which has a scale"
+                raise ValueError(f"flow {graph.name}: {what}; use a pool of bfloat16")
         dtypes = {"q": self._spelled("q", dtype)}
         dtypes |= {name: self._spelled(name, each.dtype) for name, each in self._fields.items()}
         self.source: ScoreSource = score_source(graph, group_size, dtypes)
@@ -142,7 +150,7 @@ class FusedScores:
         }
         found = []
         for launch in self.source.launches:
-            given = {f"f_{name}": self._fields[name] for name in launch.fields}
+            given = {f"f_{name}": _bits(self._fields[name]) for name in launch.fields}
             given |= {name: self._buffers[name] for name in launch.buffers}
             for name in {"k", "v"}.intersection(launch.fields):
                 strides = self._fields[name].stride()

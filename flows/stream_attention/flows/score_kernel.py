@@ -266,11 +266,11 @@ class ScoreKernel:
         name, before = f"v{node_id}", saved_before(self.graph, node_id)
         field = node.attribute("field")
         if before is not None:
-            value = f"{self.tiles[before].name}.to(f_{field}.dtype.element_ty)"
-            self.writer.write(f"{name} = {value}.to(tl.float32)")
+            value = f"as_stored({self.tiles[before].name}, f_{field}.dtype.element_ty)"
+            self.writer.write(f"{name} = as_float({value})")
             self.tiles[node_id] = Tile(name, node.shape, RAGGED)
             return
-        self.writer.write(f"{name} = raw_{node_id}.to(tl.float32)")
+        self.writer.write(f"{name} = as_float(raw_{node_id})")
         raw = (f"raw_{node_id}", self.dtypes[field])
         self.tiles[node_id] = Tile(name, node.shape, RAGGED, True, raw)
 
@@ -293,9 +293,8 @@ class ScoreKernel:
         keep = self.writer.mask(fixed, RAGGED)
         masked = f"inside_3 & {keep}" if keep else "inside_3"
         at = f"f_{field} + slot * {rows * cols} + {self._offsets(node)}"
-        self.writer.write(
-            f"tl.store({at}, ({stored}).to(f_{field}.dtype.element_ty), mask={masked})"
-        )
+        self.writer.write(f"stored = as_stored({stored}, f_{field}.dtype.element_ty)")
+        self.writer.write(f"tl.store({at}, stored, mask={masked})")
 
     def _page_buffer(self, node_id: int, node: Node) -> str:
         rows, cols = (self.writer.size(size) for size in node.shape)

@@ -3,17 +3,7 @@
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def larger(x, y):
-    """max(x, y), NaN where one is."""
-    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def smaller(x, y):
-    """min(x, y), NaN where one is."""
-    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+from stream_attention.flows.kernel_parts import larger, smaller
 
 
 @triton.jit

@@ -24,13 +24,12 @@ _HEADER = '''"""Scores of {name}: page_size {page_size}, head_dim {head_dim}, gr
 import triton
 import triton.language as tl
 
+from stream_attention.flows.kernel_parts import as_float, as_stored, larger, smaller
 from stream_attention.flows.score_runtime import (
     combined_mass,
     combined_max,
     combined_min,
     combined_sum,
-    larger,
-    smaller,
 )
 '''
 
@@ -59,7 +58,7 @@ class ScoreSource:
 
 def score_source(graph: FlowGraph, group_size: int, dtypes: Mapping[str, str]) -> ScoreSource:
     """The source for a group size and the storage dtypes of q ("q"), k, v and the fields, as Triton
-    spells them: "bf16", "fp16", "fp32", "fp8e4nv".
+    spells them: "bf16", "fp16", "fp32", and "u8" for the bits of fp8.
 
     Raises `UnsupportedProblem` for a flow that cannot be fused, with the line.
     """
