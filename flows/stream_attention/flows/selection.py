@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stream_attention.flows.window import Window
+from stream_attention.flows.window import Budget, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,39 @@ def top_k(scores: Any, k: int) -> Any:
     order = torch.where(nan, -torch.inf, scores).sort(descending=True, stable=True).indices
     order = order[nan[order].to(torch.uint8).sort(stable=True).indices]
     return order[:k].sort().values
+
+
+def mass_budget(scores: Any, budget: Budget) -> int:
+    """Fewest of `scores` [n], best first, whose softmax mass reaches `budget.mass`, as bounded.
+
+    Weights are `exp(mass_scale · (score − largest))` in fp64; a score that equals the largest, also
+    an infinite one, weighs 1, and NaN weighs 0. They are added one after the other, larger scores
+    first, of equal ones the lower position first; what all add up to is the whole. Without a number
+    among the scores the mass is reached by none. Another order of summation, or fp32, may move the
+    answer over a sum that lies within 1e-5 of `mass`, and over nothing else.
+    """
+    assert budget.mass is not None
+    numbers = scores[~scores.isnan()].double().cpu().sort(descending=True, stable=True).values
+    fewest = 0
+    if len(numbers):
+        weights = (budget.mass_scale * (numbers - numbers[0])).exp()
+        through = torch.where(numbers == numbers[0], 1.0, weights).cumsum(0)
+        fewest = int((through < budget.mass * through[-1]).sum()) + 1
+    fewest = max(fewest, budget.min_pages)
+    return fewest if budget.max_pages is None else min(fewest, budget.max_pages)
+
+
+def budgets_of(scores: Any, num_pages: Any, budget: Budget, window: Window) -> Any:
+    """Budgets of rows, any kind of budget: int64 [...]; arguments as in `select`.
+
+    By mass it syncs: it loops over rows on the host.
+    """
+    if budget.mass is None:
+        return budget.pages(num_pages)
+    flat = scores.reshape(-1, scores.shape[-1])
+    first, last = (bound.reshape(-1).tolist() for bound in window.bounds(num_pages))
+    found = [mass_budget(flat[row, first[row] : last[row]], budget) for row in range(flat.shape[0])]
+    return torch.tensor(found, dtype=torch.int64, device=scores.device).reshape(num_pages.shape)
 
 
 def select(scores: Any, num_pages: Any, budgets: Any, window: Window) -> Selection:

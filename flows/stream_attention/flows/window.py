@@ -12,6 +12,7 @@ states and top-k see these only.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -49,6 +50,10 @@ class Window:
         return first, torch.maximum(first, num_pages - self.eos)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool)
+
+
 def pages_of(sequence_lengths: Any, page_size: int) -> Any:
     """`ceil(length / page_size)`, int64; lengths are integers >= 0, a tensor of any shape."""
     return (sequence_lengths.long() + page_size - 1) // page_size
@@ -61,20 +66,31 @@ class Budget:
     topk: pages, >= 0. ratio: of the row's pages, 0 to 1, taken as the decimal that it prints as, so
     that every device finds the same integer. per_row: [batch] or [batch, num_kv_heads] integers on
     the device, in place of both.
+
+    mass: in place of all three, the fewest candidates whose share of `softmax(mass_scale · score)`
+    over the window reaches it, `0 < mass <= 1`, then at least `min_pages` and at most `max_pages`
+    (`None`: no bound). It depends on scores: see `selection.budgets_of`.
     """
 
     topk: int = 32
     ratio: float = 0.0
     per_row: Any = None
+    mass: float | None = None
+    mass_scale: float = 1.0
+    min_pages: int = 0
+    max_pages: int | None = None
 
     def __post_init__(self) -> None:
         faults = Faults()
         faults.require(
             is_int(self.topk) and self.topk >= 0, "topk", self.topk, "must be an int >= 0", 32
         )
-        number = isinstance(self.ratio, float | int) and not isinstance(self.ratio, bool)
         faults.require(
-            number and 0 <= self.ratio <= 1, "ratio", self.ratio, "must be in [0, 1]", 0.0
+            _is_number(self.ratio) and 0 <= self.ratio <= 1,
+            "ratio",
+            self.ratio,
+            "must be in [0, 1]",
+            0.0,
         )
         if self.per_row is not None:
             faults.require(
@@ -85,7 +101,38 @@ class Budget:
                 self.per_row,
                 "must be an int32 or int64 tensor [batch] or [batch, num_kv_heads]",
             )
+        self._check_mass(faults)
         faults.raise_if_any("Budget")
+
+    def _check_mass(self, faults: Faults) -> None:
+        mass, scale, least, most = self.mass, self.mass_scale, self.min_pages, self.max_pages
+        faults.require(
+            mass is None or (_is_number(mass) and 0 < mass <= 1),
+            "mass",
+            mass,
+            "must be in (0, 1]",
+            1.0,
+        )
+        faults.require(
+            mass is None or self.per_row is None,
+            "mass",
+            mass,
+            "must be None where per_row is given",
+        )
+        faults.require(
+            _is_number(scale) and 0 < scale < math.inf, "mass_scale", scale, "must be > 0", 1.0
+        )
+        fits = faults.require(
+            is_int(least) and least >= 0, "min_pages", least, "must be an int >= 0", 0
+        )
+        rule = f"must be an int >= min_pages={least}"
+        faults.require(
+            most is None or (is_int(most) and (not fits or most >= least)),
+            "max_pages",
+            most,
+            rule,
+            least if fits else None,
+        )
 
     @property
     def fraction(self) -> Fraction:
@@ -93,7 +140,14 @@ class Budget:
         return Fraction(str(self.ratio)).limit_denominator(_LARGEST_DENOMINATOR)
 
     def pages(self, num_pages: Any) -> Any:
-        """Budgets of rows [batch, num_kv_heads] with `num_pages`; int64, not below 0."""
+        """Budgets of rows [batch, num_kv_heads] with `num_pages`; int64, not below 0.
+
+        A budget by mass raises ValueError: it depends on scores.
+        """
+        if self.mass is not None:
+            raise ValueError(
+                f"Budget: mass={self.mass}: depends on scores; use selection.budgets_of"
+            )
         if self.per_row is not None:
             per_row = self.per_row if self.per_row.ndim == 2 else self.per_row[:, None]
             return per_row.to(num_pages.device).long().clamp(min=0).expand_as(num_pages)
