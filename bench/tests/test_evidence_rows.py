@@ -208,7 +208,7 @@ def test_the_manifests_cells_are_asked_for_their_architectures() -> None:
 
 
 def test_calibration_keeps_evidence_and_compiles_what_an_engine_takes(tmp_path: Path) -> None:
-    path, database, refused = calibrate.compiled(made_run(), tmp_path)
+    path, database, refused = calibrate.compiled([made_run()], tmp_path)
     assert refused == ()
     assert path == tmp_path / "phase_db" / "sm90.json"
     assert load(path) == database
@@ -217,7 +217,7 @@ def test_calibration_keeps_evidence_and_compiles_what_an_engine_takes(tmp_path: 
     assert cell.missing == ("outcome of later",)
     rows = made_run().cases[0].rows[:-1]
     whole = made_run(cases=(dataclasses.replace(made_run().cases[0], rows=rows),))
-    _, database, _ = calibrate.compiled(whole, tmp_path / "again")
+    _, database, _ = calibrate.compiled([whole], tmp_path / "again")
     (cell,) = database.cells
     assert (cell.status, cell.chosen, cell.baseline) == ("native", "sm90_decode", "peer")
 
@@ -248,26 +248,52 @@ def test_calibration_refuses_what_is_no_evidence(
     assert not (tmp_path / "o").exists()
 
 
-def test_calibration_goes_on_with_its_file_and_pairs_the_best(
+def calibrated(folder: Path, *given: str) -> int:
+    values = flags.FlagValues()
+    calibrate.define_flags(values)
+    return calibrate.main(values(["calibrate", f"--out_dir={folder}", *given]), values)
+
+
+def test_calibration_goes_on_with_its_files_and_pairs_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = []
 
     def measured(argv, values):
-        asked.append((values.suite, values.paired, values.resume))
+        asked.append((values.suite, values.paired, values.peers, values.isolate, values.resume))
         Path(values.json).write_text(json.dumps(to_json(made_run())))
         return 0
 
     monkeypatch.setattr(paged_decode, "main", measured)
     monkeypatch.setattr(paged_decode, "chosen_device", lambda name: torch.device("cuda", 0))
+    out = tmp_path / "out"
     for _ in range(2):
-        values = flags.FlagValues()
-        calibrate.define_flags(values)
-        argv = values(["calibrate", f"--out_dir={tmp_path / 'out'}"])
-        assert calibrate.main(argv, values) == 0
-    assert asked == [("evidence", "best", False), ("evidence", "best", True)]
+        assert calibrated(out, "--isolate", "--peer_paths=x=/x") == 0
+    evidence, grid = ("evidence", "best", "all", True), ("evidence_grid", None, "none", False)
+    assert asked == [(*evidence, False), (*grid, False), (*evidence, True), (*grid, True)]
     assert "StreamAttnEngine(phase_db=" in capsys.readouterr().out
-    assert len(EvidenceStore(tmp_path / "out" / "evidence").rows()) == 5
+    assert len(EvidenceStore(out / "evidence").rows()) == 5
+    # Cases that the user names are all that is measured.
+    for named in ("--suite=evidence_grid", "--suite=small_cuda", "--batch=4"):
+        asked.clear()
+        assert calibrated(tmp_path / named, named) == 0
+        assert [each[1:4] for each in asked] == [("best", "all", False)]
+
+
+def test_calibration_compiles_nothing_of_cells_that_were_not_all_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(argv, values):
+        if values.suite != "evidence":
+            return 130
+        Path(values.json).write_text(json.dumps(to_json(made_run())))
+        return 1
+
+    monkeypatch.setattr(paged_decode, "main", measured)
+    monkeypatch.setattr(paged_decode, "chosen_device", lambda name: torch.device("cuda", 0))
+    assert calibrated(tmp_path / "out") == 130
+    assert (tmp_path / "out" / "run.json").exists()
+    assert not (tmp_path / "out" / "phase_db").exists()
 
 
 def test_a_run_that_was_interrupted_is_not_compiled(

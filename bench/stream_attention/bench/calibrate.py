@@ -5,14 +5,15 @@
     python -m stream_attention.bench.calibrate --out_dir=calibration
 
 Takes the flags of `paged_decode` too. Measures the cases of --suite (default: evidence) with every
-route of ours and every peer that is installed, first alone and then in turns, checks all against
-the oracle, adds the rows to OUT_DIR/evidence and writes OUT_DIR/phase_db/sm90.json or such:
+route of ours and every peer that is installed, first alone and then in turns, and, where no flag
+names cases, those of evidence_grid with our routes alone. Checks all against the oracle, adds the
+rows to OUT_DIR/evidence and writes OUT_DIR/phase_db/sm90.json or such:
 
     engine = StreamAttnEngine(phase_db="calibration/phase_db/sm90.json")
 
 Called again after an interruption it goes on where it was stopped; what was measured is kept in
-OUT_DIR/run.json. Called again when it is done, with the same flags, it measures nothing. The
-database is written whole, or stays as it was.
+OUT_DIR/run.json and grid.json. Called again when it is done, with the same flags, it measures
+nothing. The database is written whole, or stays as it was.
 
 Exit status: that of `paged_decode` where it is not 0 or 1; else 0, 1 when a route of ours failed,
 was wrong or was refused as evidence, 2 for bad flags, 4 when a file could not be written.
@@ -39,7 +40,7 @@ from stream_attention.planner.phase_db import PhaseDatabase, file_of
 
 FLAGS = flags.FLAGS
 PROGRAM = "calibrate"
-RUN, EVIDENCE, DATABASES = "run.json", "evidence", "phase_db"
+RUN, GRID, EVIDENCE, DATABASES = "run.json", "grid.json", "evidence", "phase_db"
 _MEASURED = (0, 1)  # statuses of paged_decode with a file of results
 
 
@@ -49,28 +50,28 @@ def define_flags(values: flags.FlagValues) -> None:
     flag_types.FlagDefiner(values).text("out_dir", None, "Folder for what is measured and made.")
 
 
-def compiled(run: Run, folder: Path) -> tuple[Path, PhaseDatabase, tuple[str, ...]]:
-    """Keep the evidence of `run` below `folder` and compile all that lies there.
+def compiled(runs: Sequence[Run], folder: Path) -> tuple[Path, PhaseDatabase, tuple[str, ...]]:
+    """Keep the evidence of `runs` below `folder` and compile all that lies there.
 
-    Gives the database with its file, and what was refused. Raises `OSError`, `ValueError` and
-    `EvidenceStoreError`.
+    runs: of one machine and commit. Gives the database with its file, and what was refused. Raises
+    `OSError`, `ValueError` and `EvidenceStoreError`.
     """
-    arch, commit = run.environment.arch, run.environment.commit
+    arch, commit = runs[0].environment.arch, runs[0].environment.commit
     evidence, databases = folder / EVIDENCE, folder / DATABASES
     evidence.mkdir(parents=True, exist_ok=True)
     databases.mkdir(exist_ok=True)
     store = EvidenceStore(evidence)
-    _, refused = record(run, store)
+    refused = [line for run in runs for line in record(run, store)[1]]
     database = compile_database(
         arch,
         store.rows(),
-        requests_of([run]),
+        requests_of(runs),
         context=Context(commit=commit),
         evidence=[each for each in store.files() if each[0].startswith(f"{arch}-")],
     )
     path = databases / file_of(arch)
     database.save(path)
-    return path, database, refused
+    return path, database, tuple(refused)
 
 
 def _folder(values: flags.FlagValues) -> Path:
@@ -106,30 +107,52 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
     except ValueError as error:
         say(f"{PROGRAM}: {error}")
         return 2
-    path = (folder / RUN).resolve()
-    values["json"].value, values["resume"].value = str(path), path.exists()
-    if values.paired is None:
-        values["paired"].value = "best"
+    files = [folder / RUN]
     shapes = (getattr(values, name) for name in decode_flags.SHAPE_FLAGS)
     if values.suite is None and all(value is None for value in shapes):
-        values["suite"].value = "evidence"
-    status = paged_decode.main(argv, values)
-    if status not in _MEASURED:
-        return status
+        files.append(folder / GRID)
+    worst = 0
+    for path in files:
+        _aim(values, path.resolve(), whole=len(files) > 1)
+        status = paged_decode.main(argv, values)
+        if status not in _MEASURED:
+            return status
+        worst = max(worst, status)
+    return _finish(files, folder) or worst
+
+
+def _aim(values: flags.FlagValues, path: Path, whole: bool) -> None:
+    """Set the flags of `paged_decode` for the run that is kept in `path`.
+
+    whole: the cases are not the user's choice: those of evidence, or of the grid.
+    """
+    values["json"].value, values["resume"].value = str(path), path.exists()
+    if path.name == RUN:
+        if values.paired is None:
+            values["paired"].value = "best"
+        if whole:
+            values["suite"].value = "evidence"
+        return
+    values["suite"].value, values["paired"].value = "evidence_grid", None
+    values["peers"].value, values["peer_paths"].value = "none", []
+    values["isolate"].value = False  # what is ours runs in one process, and shares its inputs
+
+
+def _finish(files: Sequence[Path], folder: Path) -> int:
+    """Record and compile what was measured, and say so; gives the exit status."""
     try:
-        run = resume.load(path)
-        assert run is not None, path
-        file, database, refused = compiled(run, folder)
+        runs = [run for run in map(resume.load, files) if run is not None]
+        file, database, refused = compiled(runs, folder)
     except (EvidenceStoreError, OSError, ValueError) as error:
         say(f"{PROGRAM}: {error}")
         return UNWRITTEN
     except KeyboardInterrupt:
-        return say_interrupted(PROGRAM, f"; what was measured is in {path}")
+        return say_interrupted(PROGRAM, f"; what was measured is in {folder}")
     print(summary(database))
     for line in refused:
         print(f"  refused {line}")
     print(f'database: {file}; use StreamAttnEngine(phase_db="{file}")')
-    return 1 if refused else status
+    return 1 if refused else 0
 
 
 if __name__ == "__main__":

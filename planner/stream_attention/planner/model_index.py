@@ -31,6 +31,8 @@ from stream_attention.planner.evidence import ROLES
 
 NUM_ROWS = 3
 """Rows that an estimate names."""
+NEAR_PLACES = 8
+"""Places that an estimate is corrected by, at most."""
 CLOSEST = 1e-3
 """Square of the distance, in octaves, below which places are taken for one."""
 
@@ -137,31 +139,43 @@ _Place = tuple[tuple[float, ...], _OfRoute]
 
 
 class _Places:
-    """Octaves of `PLACE` with rows by route, in order of the first."""
+    """Octaves of `PLACE` with rows by route: in groups that agree in all but the first two, which
+    are where measurements differ most; each group in order of the first.
+    """
 
-    __slots__ = ("_first", "_places")
+    __slots__ = ("_groups",)
 
     def __init__(self, places: Sequence[_Place]) -> None:
-        self._places = sorted(places, key=lambda each: each[0])
-        self._first = [octaves[0] for octaves, _ in self._places]
+        groups: dict[tuple[float, ...], list[_Place]] = {}
+        for place in sorted(places, key=lambda each: each[0]):
+            groups.setdefault(place[0][2:], []).append(place)
+        self._groups = [
+            (shared, [octaves[0] for octaves, _ in each], each) for shared, each in groups.items()
+        ]
 
     def near(self, at: Sequence[float]) -> list[tuple[float, _OfRoute]]:
-        """The places that are near, nearest first, with their weights."""
-        octaves = list(map(_octaves, at))
-        first = bisect.bisect_left(self._first, octaves[0] - NEAR_OCTAVES)
-        last = bisect.bisect_right(self._first, octaves[0] + NEAR_OCTAVES)
+        """The `NEAR_PLACES` nearest places that are near, nearest first, with their weights."""
+        # Loops, and no calls: this is most of what a plan asks a database.
+        octaves = [math.log2(value) if value > 1.0 else 0.0 for value in at]
+        first, second = octaves[0], octaves[1]
+        here = octaves[2:]
         near = []
-        for place, of_route in self._places[first:last]:
+        for shared, firsts, places in self._groups:
             distance = 0.0
-            for here, there in zip(octaves, place, strict=True):
-                apart = abs(here - there)
+            for one, other in zip(here, shared):  # noqa: B905, of one length
+                apart = one - other if one > other else other - one
                 if apart > NEAR_OCTAVES:
                     break
                 distance += apart
             else:
-                near.append((distance, of_route))
+                begin = bisect.bisect_left(firsts, first - NEAR_OCTAVES)
+                end = bisect.bisect_right(firsts, first + NEAR_OCTAVES)
+                for place, of_route in places[begin:end]:
+                    apart = abs(second - place[1])
+                    if apart <= NEAR_OCTAVES:
+                        near.append((distance + apart + abs(first - place[0]), of_route))
         near.sort(key=operator.itemgetter(0))  # stable: ties stay in the order of the places
-        return [((distance**2 + CLOSEST) ** -1, of_route) for distance, of_route in near]
+        return [((d * d + CLOSEST) ** -1, of_route) for d, of_route in near[:NEAR_PLACES]]
 
 
 def _limits_of(model: RouteModel) -> tuple[tuple[float, ...], tuple[float, ...]]:
