@@ -97,6 +97,28 @@ def the_nearest_rows_come_first_and_are_few(index):
     assert one(index, cell(5, 4096), [model(cells=cells)]).rows[0] == "row1"
 
 
+def places_that_differ_in_a_shared_feature_alone_are_ordered_by_it(index):
+    cells = [cell(4, 4096), cell(6, 4096), cell(5, 4096), cell(3, 4096), cell(16, 4096)]
+    found = one(index, cell(5, 4096), [model(cells=cells)])
+    assert found.rows == ("row2", "row1", "row0")
+
+
+def no_more_than_the_nearest_eight_correct(index):
+    tokens = (4096, 4352, 4608, 4864, 5120, 5376, 5632, 5888, 6144, 6400)
+    known = model(cells=[cell(4, each) for each in tokens])
+
+    def asked(**ratios):
+        points = [
+            dataclasses.replace(p, ratio=ratios.get(f"of_{p.features[1]:.0f}", 1.0))
+            for p in known.points
+        ]
+        return one(index, cell(4, 4096), [dataclasses.replace(known, points=tuple(points))]).us
+
+    plain = asked()
+    assert asked(of_5888=5.0) > plain * 1.001  # the eighth
+    assert asked(of_6144=5.0) == asked(of_6400=5.0) == plain
+
+
 def the_fastest_comes_first_and_ties_go_by_role_and_name(index):
     models = [
         model("torch", "portable", 1.0),

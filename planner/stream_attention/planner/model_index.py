@@ -155,15 +155,14 @@ class _Places:
 
     def near(self, at: Sequence[float]) -> list[tuple[float, _OfRoute]]:
         """The `NEAR_PLACES` nearest places that are near, nearest first, with their weights."""
-        # Loops, and no calls: this is most of what a plan asks a database.
-        octaves = [math.log2(value) if value > 1.0 else 0.0 for value in at]
+        octaves = [math.log2(max(value, 1.0)) for value in at]
         first, second = octaves[0], octaves[1]
         here = octaves[2:]
         near = []
         for shared, firsts, places in self._groups:
             distance = 0.0
             for one, other in zip(here, shared):  # noqa: B905, of one length
-                apart = one - other if one > other else other - one
+                apart = abs(one - other)
                 if apart > NEAR_OCTAVES:
                     break
                 distance += apart
