@@ -110,6 +110,9 @@ def test_the_same_evidence_gives_the_same_bytes(folders, capsys):
         (lambda path: (path / "cells.json").unlink(), "No such file"),
         (lambda path: (path / "cells.json").write_text("{"), "cells.json: is no JSON"),
         (lambda path: (path / "cells.json").write_text("[]"), "schema=None"),
+        (lambda path: (path / "cells.json").write_text("[" * 200_000), "cells.json: is nested"),
+        (lambda path: (path / "cells.json").write_text('{"a":' * 2000), "cells.json: is nested"),
+        (lambda path: (path / "cells.json").write_bytes(b"\xff"), "cells.json: is no JSON ("),
         (lambda path: (path / "out").rmdir(), "--output_dir="),
         (lambda path: (path / "evidence" / "sm_90-x.jsonl").write_text("{}"), "sm_90-x.jsonl"),
         (

@@ -111,7 +111,7 @@ BAD = {
     "empty": (lambda p: p.write_text(""), "is no JSON"),
     "binary": (lambda p: p.write_bytes(b"\xff\xfe\x00"), "can't decode byte 0xff"),
     "a list": (lambda p: p.write_text("[]"), "must be a JSON object"),
-    "deep": (lambda p: p.write_text("[" * 200_000), "maximum recursion depth"),
+    "deep": (lambda p: p.write_text("[" * 200_000), "is nested too deeply"),
     "other schema": (of_another_schema, "schema='stream_attention.phase_db/9'"),
 }
 

@@ -45,7 +45,7 @@ def compile_all(
     commit: the source that rows must be of; `None` = any one. Raises `OSError`, `ValueError` and
     `EvidenceStoreError` for what cannot be read or may not count together.
     """
-    requests = cell_requests.loads(cells.read_text(encoding="utf-8"), str(cells))
+    requests = cell_requests.loads(cells.read_bytes(), str(cells))
     store = EvidenceStore(evidence)
     rows, files = store.rows(), store.files()
     return tuple(

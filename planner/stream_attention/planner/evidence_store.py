@@ -25,6 +25,7 @@ from typing import Any
 
 from stream_attention.core.atomic_files import replace_file
 from stream_attention.core.ir import is_int
+from stream_attention.core.json_text import parse_json
 from stream_attention.planner.evidence import EvidenceRow, PairRow, Row, plain_of, row_from_plain
 from stream_attention.planner.plain import canonical_json
 
@@ -217,7 +218,7 @@ class EvidenceStore:
         except FileNotFoundError:
             return {}
         try:
-            return _index_of(json.loads(text))
+            return _index_of(parse_json(text))
         except _UNREADABLE as error:
             raise EvidenceStoreError(
                 f"evidence={str(self.path)!r}: {INDEX} is broken ({_reason(error)}); remove it to "
@@ -311,7 +312,7 @@ def _parsed(content: bytes) -> tuple[_Known, ...]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            row = row_from_plain(json.loads(line))
+            row = row_from_plain(parse_json(line))
             if canonical_json(plain_of(row)) != line:
                 raise ValueError("must be the canonical text of its row")
         except _UNREADABLE as error:
