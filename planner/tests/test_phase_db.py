@@ -116,6 +116,30 @@ def test_what_is_no_database_is_refused_with_the_name_of_its_file(tmp_path, text
     assert words in str(raised.value)
 
 
+LONG = json.loads(DATABASE.dumps())["cells"][0] | {"reason": "word " * 9999}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cells": [LONG] * 7 + [{**LONG, "status": "best" * 9999}]}, "[7]: CellDecision: "),
+        ({"cells": [LONG] * 3 + [{**LONG, "candidates": [{}]}] + [LONG] * 9}, "[3]: CellDecision"),
+        ({"cells": [LONG] * 3 + [{**LONG, "cell": [1] * 9999}]}, "[3]: CellDecision: cell="),
+        (
+            {"cells": [{**LONG, "cell": {**LONG["cell"], "kv_lens": [[1] * 9999]}}]},
+            "kv_lens=[1, 1,",
+        ),
+        ({"models": [LONG]}, "[0]: RouteModel: "),
+        ({"schema": ["stream"] * 9999}, "schema=['stream', 'stream', "),
+    ],
+)
+def test_a_bad_record_is_named_by_its_place_in_a_short_error(changes, words):
+    with pytest.raises(ValueError) as raised:
+        loads(signed(**changes), "mine.json")
+    assert str(raised.value).startswith("mine.json: ") and words in str(raised.value)
+    assert len(str(raised.value)) < 6000
+
+
 @pytest.mark.parametrize(
     ("record", "name", "value", "words"),
     [

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stream_attention.core.errors import Faults
+from stream_attention.core.errors import Faults, shown
 from stream_attention.core.ir import Rule, check_rules, evaluable_repr, is_name, is_tuple_of
 from stream_attention.core.json_text import parse_json
 from stream_attention.planner.cells import Cell
@@ -53,7 +53,7 @@ def loads(text: str | bytes, source: str = "cells") -> tuple[CellRequest, ...]:
     plain = parse_json(text, source)
     schema = plain.get("schema") if isinstance(plain, dict) else None
     if schema != SCHEMA:
-        raise ValueError(f"{source}: schema={schema!r}: must be {SCHEMA!r}")
+        raise ValueError(f"{source}: schema={shown(schema)}: must be {SCHEMA!r}")
     if set(plain) != {"schema", "cells"} or not isinstance(plain["cells"], list):
         raise ValueError(f"{source}: must have the keys schema and cells, a list, alone")
     found, errors = [], []

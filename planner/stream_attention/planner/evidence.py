@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from stream_attention.core.errors import shown
 from stream_attention.core.ir import (
     Rule,
     check_rules,
@@ -230,10 +231,10 @@ def row_from_plain(plain: Any) -> Row:
     """
     schema = plain.get("schema") if isinstance(plain, dict) else None
     if schema != SCHEMA:
-        raise ValueError(f"schema={schema!r}: must be {SCHEMA!r}; measure again")
+        raise ValueError(f"schema={shown(schema)}: must be {SCHEMA!r}; measure again")
     kind = plain.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"kind={kind!r}: must be one of {', '.join(_KINDS)}")
+        raise ValueError(f"kind={shown(kind)}: must be one of {', '.join(_KINDS)}")
     fields = {key: value for key, value in plain.items() if key not in ("schema", "kind")}
     return from_plain(_KINDS[kind], fields)
 

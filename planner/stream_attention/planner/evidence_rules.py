@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from stream_attention.core.errors import Fault
+from stream_attention.core.errors import Fault, shown
 from stream_attention.planner.evidence import EvidenceRow, Fingerprint, PairRow, Row
 from stream_attention.planner.evidence_finding import (
     Context,
@@ -77,7 +77,7 @@ def refusals(
     rules: `ROW_RULES` by default.
     """
     if not isinstance(row, (EvidenceRow, PairRow)):
-        raise ValueError(f"row={row!r}: must be an EvidenceRow or a PairRow")
+        raise ValueError(f"row={shown(row)}: must be an EvidenceRow or a PairRow")
     context = Context() if context is None else context
     return tuple(
         Refusal(rule.name, str(fault))

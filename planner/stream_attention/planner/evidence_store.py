@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from stream_attention.core.atomic_files import replace_file
+from stream_attention.core.errors import shown
 from stream_attention.core.ir import is_int
 from stream_attention.core.json_text import parse_json
 from stream_attention.planner.evidence import EvidenceRow, PairRow, Row, plain_of, row_from_plain
@@ -292,7 +293,7 @@ def _file_of(rows: tuple[Row, ...]) -> tuple[str, bytes, int]:
         raise ValueError("rows=(): needs at least one row")
     bad = [row for row in rows if not isinstance(row, (EvidenceRow, PairRow))]
     if bad:
-        raise ValueError(f"rows={bad[0]!r}: must be EvidenceRow or PairRow")
+        raise ValueError(f"rows={shown(bad[0])}: must be EvidenceRow or PairRow")
     (arch, *others) = sorted({row.environment.arch for row in rows})
     if others or not _ARCH.fullmatch(arch):
         raise ValueError(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stream_attention.core.atomic_files import replace_file
+from stream_attention.core.errors import shown
 from stream_attention.core.ir import Rule, check_rules, evaluable_repr, is_name, is_tuple_of
 from stream_attention.core.json_text import parse_json
 from stream_attention.core.problem import AttentionProblem
@@ -236,7 +237,7 @@ def loads(text: str | bytes, source: str = "phase database") -> PhaseDatabase:
         raise ValueError(f"{source}: must be a JSON object; compile it again")
     schema = plain.get("schema")
     if schema != SCHEMA:
-        raise ValueError(f"{source}: schema={schema!r}: must be {SCHEMA!r}; compile it again")
+        raise ValueError(f"{source}: schema={shown(schema)}: must be {SCHEMA!r}; compile it again")
     stated = plain.pop("sha256", None)
     try:
         found = digest_of(plain)
@@ -244,8 +245,8 @@ def loads(text: str | bytes, source: str = "phase database") -> PhaseDatabase:
         raise ValueError(f"{source}: {error}; compile it again") from None
     if stated != found:
         raise ValueError(
-            f"{source}: sha256={stated!r}: must be {found!r}, of its content: it was edited or cut "
-            "off; compile it again"
+            f"{source}: sha256={shown(stated)}: must be {found!r}, of its content: it was edited "
+            "or cut off; compile it again"
         )
     try:
         fields = {key: value for key, value in plain.items() if key != "schema"}
@@ -277,7 +278,7 @@ def shipped(arch: str) -> PhaseDatabase | None:
         return None
     database = loads(file.read_bytes(), str(file))
     if database.arch != arch:
-        raise ValueError(f"{file}: arch={database.arch!r}: must be {arch!r}; compile it again")
+        raise ValueError(f"{file}: arch={shown(database.arch)}: must be {arch!r}; compile it again")
     return database
 
 
