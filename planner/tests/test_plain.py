@@ -224,3 +224,8 @@ def test_no_error_is_as_long_as_what_it_is_about(plain):
     with pytest.raises(ValueError) as caught:
         from_plain(Record, plain)
     assert str(caught.value).startswith("Record") and len(str(caught.value)) < 3000
+
+
+def test_a_number_that_no_float_holds_has_no_plain_form():
+    with pytest.raises(ValueError, match=r"number=1000*\.\.\.: must be one that a float can hold"):
+        to_plain(Record(1, 10**400))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -260,8 +261,8 @@ def _facts(name: str) -> Rule:
 
 
 def _is_number(value: Any) -> bool:
-    """An int or a float, also one that is not finite."""
-    return isinstance(value, float) or is_int(value)
+    """A float, also one that is not finite, or an int that is no larger than those."""
+    return isinstance(value, float) or (is_int(value) and abs(value) <= sys.float_info.max)
 
 
 def _each(
@@ -279,8 +280,8 @@ def _each(
 
 
 def _counts(*names: str, low: int, optional: bool = False) -> tuple[Rule, ...]:
-    text = f"an int >= {low}"
-    return _each(names, text, lambda value: is_int(value) and value >= low, optional)
+    text = f"an int >= {low} of 64 bits"
+    return _each(names, text, lambda value: is_int(value) and low <= value < 2**63, optional)
 
 
 def _records(cls: type, *names: str) -> tuple[Rule, ...]:

@@ -47,7 +47,8 @@ def digest_of(plain: Any) -> str:
 def to_plain(value: Any) -> Any:
     """Dicts, lists, strings, numbers, `None`: records become dicts without their defaults.
 
-    Raises `TypeError` for a value that has no plain form, such as a tensor.
+    Raises `TypeError` for a value that has no plain form, such as a tensor, and `ValueError` for a
+    number that a field of floats cannot hold.
     """
     return _plain(type(value), value)
 
@@ -78,7 +79,10 @@ def _plain(hint: Any, value: Any) -> Any:
 
 def _plain_number(hint: Any, value: float) -> Any:
     if isinstance(value, float) or _means_float(hint):
-        value = float(value) + 0.0  # + 0.0 takes the sign off -0.0
+        try:
+            value = float(value) + 0.0  # + 0.0 takes the sign off -0.0
+        except OverflowError:
+            raise ValueError(f"number={shown(value)}: must be one that a float can hold") from None
         return value if math.isfinite(value) else str(value)
     return int(value)
 
