@@ -229,3 +229,9 @@ def test_paths_are_relative_to_where_the_user_stands(folders, monkeypatch, tmp_p
     monkeypatch.chdir(tmp_path_factory.mktemp("runfiles"))
     assert main(["evidence", "--cells=cells.json", "--output_dir=out"]) == 0
     assert sorted(written(folders)) == FILES
+
+
+@pytest.mark.parametrize("name", ["weight", "tie_margin"])
+def test_a_number_that_no_float_holds_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=rf"{name}=1000*\.\.\.: must be a number"):
+        CellRequest(cell=CELLS[0], name="cell", baselines=(), **{name: 10**400})

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stream_attention.core.atomic_files import replace_file
+from stream_attention.core.atomic_files import read_file, replace_file
 from stream_attention.core.errors import shown
 from stream_attention.core.ir import Rule, check_rules, evaluable_repr, is_name, is_tuple_of
 from stream_attention.core.json_text import parse_json
@@ -257,7 +257,7 @@ def loads(text: str | bytes, source: str = "phase database") -> PhaseDatabase:
 
 def load(path: str | Path) -> PhaseDatabase:
     """The database in a file. Raises `OSError`, and `ValueError` as `loads` does."""
-    return loads(Path(path).read_bytes(), str(path))
+    return loads(read_file(Path(path)), str(path))
 
 
 def file_of(arch: str) -> str:
