@@ -185,7 +185,14 @@ BAD = [
     ("floor", good_row(floor_us=None), {}, "floor_us=None: must be the time to read"),
     ("floor", good_row(floor_us=0.0), {}, "floor_us=0.0"),
     ("floor", good_row(floor_us=math.nan), {}, "floor_us=nan"),
-    ("floor", good_row(floor_us=math.inf, **samples(1e9)), {}, "floor_us=inf"),
+    ("floor", good_row(floor_us=math.inf, **samples(9e8)), {}, "floor_us=inf"),
+    ("time_range", good_row(**samples(2e9)), {}, "samples_us=[1976000000.0, 1"),
+    ("time_range", good_row(floor_us=9e-4, **samples(9e-4)), {}, "floor_us=0.0009: must be in"),
+    ("time_range", good_row(floor_us=9e-4), {}, "must be in 0.001..1e+09 microseconds"),
+    ("time_range", good_row(floor_us=1e-3, **samples(9e-4)), {}, "timing.samples_us=[0.0008"),
+    ("time_range", lost_row(floor_us=1.1e9), {}, "floor_us=1100000000.0"),
+    ("time_range", lost_row(floor_us=math.nan), {}, "floor_us=nan: must be in 0.001"),
+    ("time_range", good_pair(second_timing=good_samples(1e-300)), {}, "second_timing.samples_us"),
     ("implausible", good_row(floor_us=20.0, **samples(9.9)), {}, "takes more than 10, its floor"),
     (
         "implausible",
@@ -275,6 +282,8 @@ def test_a_context_of_a_wrong_form_cannot_be_made(field, value):
 SHORT = good_cell((64,))
 LATER = "2025-01-02T03:04:06Z"
 FLOOR = good_row(SHORT, "triton", 9.0)
+LOW = good_row(route="torch", floor_us=5.0)
+HIGH, LOST = good_row(route="triton", floor_us=11.0), lost_row(floor_us=11.0)
 # (rule, rows, what the message says)
 BAD_SETS = [
     ("empty", [], "none counts"),
@@ -299,6 +308,14 @@ BAD_SETS = [
         "torch and triton on cell",
     ),
     ("measured_twice", [lost_row(), lost_row(reason="other")], "nobody said which row counts"),
+    ("floors_differ", [good_row(), LOW], "floors of rows "),
+    ("floors_differ", [LOW, good_row(), good_pair()], "must be within 2x; use one run of all"),
+    ("floors_differ", [good_row(), lost_row(floor_us=24.0)], "us=[10.388608, 24.0]"),
+    ("row_implausible", [good_row(route="torch", floor_us=9.0, **samples(5.0)), HIGH], "=5.0: re"),
+    ("row_implausible", [HIGH, good_row(route="torch", floor_us=9.0, **samples(5.0))], "5.5, its"),
+    ("row_implausible", [good_row(route="torch", floor_us=9.0, **samples(5.0)), LOST], "is 11"),
+    ("pair_implausible", [HIGH, good_row(), good_pair(second_us=5.4, ratio=1.1)], "floor is 11"),
+    ("pair_implausible", [good_row(), HIGH, good_pair(second_us=5.4, ratio=1.1)], "floor is 11"),
     ("pair_implausible", [FLOOR, good_pair(SHORT, second_us=0.5)], "second_timing.p50_us=0.5"),
     ("pair_implausible", [FLOOR, good_pair(SHORT, ratio=0.01, second_us=9.0)], "first_timing"),
 ]
@@ -352,3 +369,27 @@ def test_a_row_of_a_file_is_judged_as_the_one_that_was_written():
         again = row_from_plain(plain_of(row))
         found = refusals(again, Context(now=NOW, **context))
         assert {refusal.rule for refusal in found} == {name}
+
+
+def test_floors_of_one_cell_may_differ_by_two_and_on_a_cpu_by_ten():
+    row = good_row(route="torch", floor_us=5.5)
+    assert check_set([HIGH, row], Context(now=NOW)).refusals == ()
+    (slow, fast) = (
+        good_row(route=route, arch="cpu", floor_us=floor, **samples(40.0, arch="cpu"))
+        for route, floor in (("torch", 100.0), ("triton", 10.0))
+    )
+    assert check_set([slow, fast], Context(now=NOW)).refusals == ()
+
+
+def test_floors_of_two_cells_or_environments_are_held_apart():
+    other = good_row(good_cell((64, 64)), route="torch", floor_us=2.0)
+    assert check_set([HIGH, other], Context(now=NOW)).refusals == ()
+    elsewhere = good_row(route="torch", floor_us=2.0, **facts(driver="9"))
+    verdict = check_set([HIGH, elsewhere], Context(now=NOW))
+    assert [refusal.rule for refusal in verdict.refusals] == ["mixed_environments"]
+
+
+@pytest.mark.parametrize("floor_us", [1e-3, 1e9])
+def test_the_ends_of_the_range_of_times_count(floor_us):
+    timing = good_samples(samples_us=(floor_us,) * 25)
+    assert refusals(good_row(floor_us=floor_us, timing=timing), Context(now=NOW)) == ()

@@ -421,3 +421,35 @@ def test_what_is_compiled_is_read_back_and_asked():
     estimates = database.lookup(problem)
     assert estimates == compiled().lookup(problem) and features_of(problem)["batch"] > 0
     assert {each.route for each in estimates} == {NATIVE, PORTABLE, PEER}
+
+
+# --- absurd times --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("us", [1e-320, 1e-200, 1e-4, 1e10, 1e200, 1.7e308])
+def test_times_without_measure_are_refused_and_end_no_compiler(us):
+    rows = [
+        good_row(cell, NATIVE, us, timing=good_samples(samples_us=(us,) * 25)) for cell in CELLS
+    ]
+    database = compiled(rows)
+    assert database.models == () and database.environment is None
+    assert len(refused(database)) == len(CELLS)
+    assert all("time_range: timing.samples_us" in each for each in refused(database).values())
+
+
+@pytest.mark.parametrize("us", [1e-3, 1e9])
+def test_times_at_the_ends_of_the_range_are_compiled(us):
+    rows = [
+        good_row(cell, NATIVE, us, timing=good_samples(samples_us=(us,) * 25)) for cell in CELLS
+    ]
+    rows = [dataclasses.replace(row, floor_us=us) for row in rows]
+    database = compiled(rows)
+    assert database.refused == () and len(database.models) == 1
+
+
+def test_an_absurd_floor_hides_no_absurd_time():
+    liar = good_row(CELLS[0], OTHER, 0.01, floor_us=0.01)
+    with pytest.raises(
+        ValueError, match=r"(?s)floors_differ: floor_us=.0\.01, .*row_implausible: "
+    ):
+        compiled([*(row for row in EVERY if row.id != lost_row(CELLS[0], OTHER).id), liar])

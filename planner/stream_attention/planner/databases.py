@@ -16,7 +16,7 @@ from stream_attention.planner.evidence import Fingerprint
 from stream_attention.planner.model_index import RouteEstimate
 from stream_attention.planner.phase_db import PhaseDatabase, load, shipped
 
-_ACCEPTED = "must be None (the shipped ones), a path, a PhaseDatabase, or a sequence of these"
+_ACCEPTED = "must be None (the shipped ones), a path, a PhaseDatabase, or a list or tuple of these"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,7 +164,7 @@ def databases_of(faults: Faults, phase_db: Any) -> Databases:
         return SHIPPED
     if isinstance(phase_db, (str, os.PathLike, PhaseDatabase)):
         named = {"phase_db": phase_db}
-    elif isinstance(phase_db, Sequence) and not isinstance(phase_db, (bytes, bytearray)):
+    elif isinstance(phase_db, (list, tuple)):
         named = {f"phase_db[{index}]": each for index, each in enumerate(phase_db)}
     else:
         faults.add("phase_db", phase_db, f"{_ACCEPTED}; () is none at all", "None")

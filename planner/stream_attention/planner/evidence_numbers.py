@@ -30,6 +30,9 @@ LEAST_OF_FLOOR = {"cpu": 0.1, "cuda": 0.5}
 # The order statistics of 15 samples hold the median with 99.9 %, those of 5 with 94 %: so many a
 # slow cell of a CPU gets before its time is up.
 MIN_SAMPLES = {"cpu": 5, "cuda": 15}
+# Microseconds that anything measured takes: a clock of the device on one side, a quarter of an hour
+# on the other. Beyond them ratios and models of times stop being numbers.
+LEAST_US, MOST_US = 1e-3, 1e9
 # Cells of some KB would need thousands of sets of inputs to exceed a cache; their time is launch.
 COLD_POOLS = 128
 
@@ -58,6 +61,21 @@ def _samples(timing: Samples, *_: Any) -> Fault | None:
     bad = [each for each in timing.samples_us if not is_time(each)]
     rule = f"must be finite and above 0; {len(bad)} of {len(timing.samples_us)} are not"
     return unless(not bad, "samples_us", bad[:3], rule)
+
+
+def _in_range(row: Row, _: Context) -> Iterator[Fault]:
+    """What is no number of microseconds at all is said by `samples` and `floor`."""
+    rule = f"must be in {LEAST_US:g}..{MOST_US:g} microseconds"
+    for side in sides_of(row) if row.outcome == "ok" else ():
+        times = () if side.timing is None else side.timing.samples_us
+        bad = [each for each in times if is_time(each) and not LEAST_US <= each <= MOST_US]
+        if bad:
+            yield Fault(f"{side.prefix}timing.samples_us", bad[:3], rule)
+    floor = row.floor_us if isinstance(row, EvidenceRow) else None
+    if floor is None or (row.outcome == "ok" and not is_time(floor)):
+        return
+    if not LEAST_US <= floor <= MOST_US:
+        yield Fault("floor_us", floor, rule)
 
 
 def _few(timing: Samples, row: Row, context: Context) -> Fault | None:
@@ -168,6 +186,7 @@ NUMBER_RULES = (
             ),
         ),
     ),
+    RefusalRule("time_range", _in_range),
     RefusalRule("implausible", of_ok(EvidenceRow, _implausible)),
     RefusalRule(
         "bound_missing",

@@ -19,6 +19,8 @@ from stream_attention.planner.split import HOLD_OUT, assignment
 
 SALT = "phase_db"
 HOLD_OUT_SHARE = 0.25
+NOT_ASKED = "cell"
+"""What a row is refused by whose cell nobody asked for, before the colon."""
 
 
 @dataclass(slots=True)
@@ -94,7 +96,7 @@ def _sift(
     for _, row in sorted(here.items()):
         reasons = [str(each) for each in refusals(row, context)]
         if row.cell.digest not in asked:
-            reasons.append("cell: is not among those that were asked for")
+            reasons.append(f"{NOT_ASKED}: is not among those that were asked for")
         if reasons:
             sifted.refuse(row, *reasons)
         else:
