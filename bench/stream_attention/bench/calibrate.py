@@ -98,15 +98,20 @@ def _folder(values: flags.FlagValues) -> Path:
     return folder
 
 
+def _load(path: Path) -> Run | None:
+    return resume.load(path, "--out_dir", "another folder")
+
+
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
     """Measure or go on, record, compile; gives the exit status."""
     try:
         flag_types.refuse_arguments(argv)
         folder = _folder(values)
+        path = (folder / RUN).resolve()
+        _load(path)  # a file that is none is this command's, before it is that of --json
     except ValueError as error:
         say(f"{PROGRAM}: {error}")
         return 2
-    path = (folder / RUN).resolve()
     values["json"].value, values["resume"].value = str(path), path.exists()
     if values.paired is None:
         values["paired"].value = "best"
@@ -117,7 +122,7 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
     if status not in _MEASURED:
         return status
     try:
-        run = resume.load(path)
+        run = _load(path)
         assert run is not None, path
         file, database, refused = compiled(run, folder)
     except (EvidenceStoreError, OSError, ValueError) as error:
