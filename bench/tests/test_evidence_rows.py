@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -358,3 +360,114 @@ def test_facts_of_a_native_kernel_are_those_of_the_library_or_an_error() -> None
 def test_our_routes_are_asked_for_their_kernels() -> None:
     torch_route = next(c for c in route_contenders() if c.name == "torch")
     assert torch_route.kernel(CASE, CPU) == ()
+
+
+def recorded(tmp_path: Path, data: object, *given: str) -> int:
+    """`record_evidence` on a run file that holds `data`; gives its status."""
+    raw = data if isinstance(data, bytes) else json.dumps(data).encode()
+    (tmp_path / "run.json").write_bytes(raw)
+    values = flags.FlagValues()
+    record_evidence.define_flags(values)
+    chosen = [f"--run={tmp_path / 'run.json'}", f"--evidence={tmp_path / 'evidence'}", *given]
+    argv = values(["record_evidence", *chosen])
+    return record_evidence.main(argv, values)
+
+
+def leaves(data: object, where: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The place of every value that JSON data holds; of a list the first and the last."""
+    if where:
+        yield where
+    entries: list[tuple[str | int, object]] = []
+    if isinstance(data, dict):
+        entries = list(data.items())
+    elif isinstance(data, list):
+        entries = [(index, data[index]) for index in sorted({0, len(data) - 1}) if data]
+    for key, entry in entries:
+        yield from leaves(entry, (*where, key))
+
+
+def edited(data: object, where: tuple[str | int, ...], value: object) -> object:
+    copy = json.loads(json.dumps(data))
+    *path, last = where
+    inner = copy
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ("cases.0.rows.0.check.max_bound", None, "check.max_bound=None: must be a number, as its"),
+        ("pairs.0.checks.1.rms_error", None, "check.rms_error=None: must be a number, as its"),
+        ("cases.0.rows.0.kind", 3, "kind=3: must be one of route, peer; use 'peer'"),
+        ("cases.0.rows.0.kind", ["route"], "kind=['route']: must be one of route, peer"),
+        ("cases.0.rows.0.contender", 3, "cases[0].rows[0].contender=3: must be a str"),
+        ("cases.0.rows.0.contender", {"a": 1}, "cases[0].rows[0].contender={'a': 1}: must be a s"),
+        (
+            "cases.0.case.batch",
+            10**9,
+            "batch=1000000000: must be an int in 1..1048576; use 1048576",
+        ),
+        ("cases.0.case.batch", 1e9, "batch=1000000000.0: must be an int in 1..1048576"),
+        ("cases.0.case.batch", "x", "batch='x': must be an int in 1..1048576"),
+        ("cases.0.rows.0.timing.samples_us.0", "x", "samples_us[0]='x': must be a finite number"),
+        ("cases.0.rows.0.timing.samples_us.0", 1e999, "samples_us[0]=inf: must be a finite number"),
+        ("cases.0.case.capacity", 1e999, "capacity='inf with longest length 4096, page_size=16'"),
+        ("environment.arch", 3, "environment.arch=3: must be a str"),
+        ("environment.sm_clock_mhz", "x", "environment.sm_clock_mhz='x': must be an int or None"),
+        ("pairs.0.first", None, "pairs[0].first=None: must be a str"),
+    ],
+)
+def test_an_edited_run_is_an_error_of_one_line_that_names_the_file(
+    where: str, value: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tuple(int(key) if key.isdigit() else key for key in where.split("."))
+    assert recorded(tmp_path, edited(to_json(made_run()), path, value)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("record_evidence: --run")
+    assert message in said
+    assert said.count("\n") == 1
+    assert "run.json" in said
+    assert "--resume" not in said
+    assert not (tmp_path / "evidence").exists()
+
+
+def test_a_run_file_that_is_no_text_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert recorded(tmp_path, b"{\n\x80") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"record_evidence: --run: {tmp_path / 'run.json'} is no file of this")
+    assert "line 2: byte 0x80 is no UTF-8" in said
+
+
+BAD_VALUES = (None, True, -1, 0, 10**9, 1e999, 10**400, "x", "\x00\ud800", [], {}, [[]], [3, "x"])
+
+
+def test_no_edit_of_a_run_file_ends_in_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads(json.dumps(to_json(made_run())))
+    rng = random.Random(0)
+    places = list(leaves(data))
+    assert len(places) > 200
+    for where in places:
+        value = rng.choice(BAD_VALUES)
+        status = recorded(tmp_path, edited(data, where, value), f"--cells={tmp_path / 'cells'}")
+        assert status in (0, 1, 2), (where, value)
+    capsys.readouterr()
+
+
+def test_calibration_names_its_own_flag_where_its_file_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(paged_decode, "chosen_device", lambda name: torch.device("cuda", 0))
+    (tmp_path / "run.json").write_text("{")
+    values = flags.FlagValues()
+    calibrate.define_flags(values)
+    assert calibrate.main(values(["calibrate", f"--out_dir={tmp_path}"]), values) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"calibrate: --out_dir: {tmp_path / 'run.json'} is no file of this")
+    assert "use another folder" in said

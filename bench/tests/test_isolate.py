@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from stream_attention.bench import isolate
 from stream_attention.bench.campaign import Campaign, run_campaign
 from stream_attention.bench.cases import AttentionCase
+from stream_attention.bench.channel import Channel, Garbled
 from stream_attention.bench.contenders import Contender
 from stream_attention.bench.floor import ReadCurve, ReadPoint
 from stream_attention.bench.isolate import Isolation, Workers
@@ -277,6 +279,18 @@ def test_no_more_workers_start_at_once_than_there_are_cpus(peers, monkeypatch):
         for slot in slots:
             slot.process = None
     assert max(most) == 2 and not waiting
+
+
+@pytest.mark.parametrize("line", [b"[" * 10**5, b'{"a":' * 10**5, b"3", b"{", b"\xff"])
+def test_a_line_that_is_no_message_is_garbled_whatever_it_is(line):
+    read_fd, write_fd = os.pipe()
+    channel = Channel(read_fd, write_fd)
+    writer = threading.Thread(target=os.write, args=(write_fd, line + b"\n"))
+    writer.start()
+    with pytest.raises(Garbled, match="not a message"):
+        channel.receive(5.0)
+    writer.join()
+    channel.close()
 
 
 def test_a_worker_whose_parent_has_gone_does_not_begin():

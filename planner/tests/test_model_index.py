@@ -103,9 +103,14 @@ def places_that_differ_in_a_shared_feature_alone_are_ordered_by_it(index):
     assert found.rows == ("row2", "row1", "row0")
 
 
-def no_more_than_the_nearest_eight_correct(index):
-    tokens = (4096, 4352, 4608, 4864, 5120, 5376, 5632, 5888, 6144, 6400)
-    known = model(cells=[cell(4, each) for each in tokens])
+def near_in_one_shared_feature_and_far_in_another_is_not_near(index):
+    few, many = (cell(4, 4096, num_qo_heads=heads) for heads in (32, 256))
+    found = one(index, cell(4, 4096, num_qo_heads=96), [model(cells=[few, many, cell(8, 4096)])])
+    assert not found.inside and "within the measured ranges" in found.why_outside
+
+
+def no_more_than_the_nearest_four_correct(index):
+    known = model(cells=[cell(4, each) for each in (4096, 4352, 4608, 4864, 5120, 5376)])
 
     def asked(**ratios):
         points = [
@@ -115,8 +120,8 @@ def no_more_than_the_nearest_eight_correct(index):
         return one(index, cell(4, 4096), [dataclasses.replace(known, points=tuple(points))]).us
 
     plain = asked()
-    assert asked(of_5888=5.0) > plain * 1.001  # the eighth
-    assert asked(of_6144=5.0) == asked(of_6400=5.0) == plain
+    assert asked(of_4864=5.0) > plain * 1.001  # the fourth
+    assert asked(of_5120=5.0) == asked(of_5376=5.0) == plain
 
 
 def the_fastest_comes_first_and_ties_go_by_role_and_name(index):
@@ -188,6 +193,8 @@ SCENARIOS = [
     if isinstance(each, types.FunctionType) and each.__code__.co_varnames[:1] == ("index",)
 ]
 EQUIVALENT = {
+    "1024": "how many groups are remembered changes no estimate",
+    "len(self._known) >= MOST_KNOWN": "nor does when they are forgotten",
     "0.0": "an offset of all distances",
     "1.0": "only an empty cell has a size below 1, and it has no time to be fitted",
 }

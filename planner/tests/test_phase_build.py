@@ -231,26 +231,26 @@ def regret_is_what_the_models_choice_costs(regret):
     # In this cell the truth is another than the models': they take native, portable is faster.
     odd = judged_of(regret, CELLS[0], {NATIVE: 20.0, PORTABLE: 16.0, PEER: 10.0}, "odd", 3.0)
     fine = judged_of(regret, CELLS[1], {NATIVE: 8.0, PORTABLE: 9.0, PEER: 10.0}, "fine", 1.0)
-    own = regret.regrets([odd, fine], models, with_peers=False).calibration
+    own = regret.regrets([odd, fine], models)[0].calibration
     assert (own.num_cells, own.num_outside, own.worst_cell) == (2, 0, "odd")
     assert own.worst == pytest.approx(0.25)
     assert own.geometric_mean == pytest.approx(1.25**0.75 - 1)
-    every = regret.regrets([odd, fine], models, with_peers=True).calibration
+    every = regret.regrets([odd, fine], models)[1].calibration
     assert every.worst == pytest.approx(1.0)
 
 
 def cells_that_no_model_is_inside_of_are_counted_apart(regret):
     models = regret.models_of(seen(regret))
     far = judged_of(regret, good_cell((1 << 17,) * 64), {NATIVE: 900.0, PORTABLE: 800.0})
-    found = regret.regrets([far], models, with_peers=False).calibration
+    found = regret.regrets([far], models)[0].calibration
     assert (found.num_cells, found.num_outside, found.worst) == (0, 1, None)
 
 
 def where_there_is_one_route_there_is_no_choice(regret):
     models = regret.models_of(seen(regret))
     alone = judged_of(regret, CELLS[0], {NATIVE: 9.0, PEER: 5.0})
-    assert regret.regrets([alone], models, with_peers=False).calibration.num_cells == 0
-    assert regret.regrets([alone], models, with_peers=True).calibration.num_cells == 1
+    assert regret.regrets([alone], models)[0].calibration.num_cells == 0
+    assert regret.regrets([alone], models)[1].calibration.num_cells == 1
 
 
 def models_see_calibration_alone(regret):
@@ -259,7 +259,7 @@ def models_see_calibration_alone(regret):
     kept = {CELLS[index].digest[:16] for index in range(len(CELLS)) if index not in (0, 4)}
     assert len(models) == 3
     assert all({point.cell for point in model.points} == kept for model in models)
-    found = regret.regrets(judged, models, with_peers=False)
+    found = regret.regrets(judged, models)[0]
     assert found.calibration.num_cells == len(CELLS) - 2
     assert found.hold_out.num_cells + found.hold_out.num_outside == 2
 
@@ -267,7 +267,7 @@ def models_see_calibration_alone(regret):
 def a_cell_that_is_left_out_does_not_tell_its_own_time(regret):
     judged = seen(regret)
     liar = judged_of(regret, CELLS[4], {NATIVE: 500.0, PORTABLE: 5.0, PEER: 900.0}, "liar")
-    found = regret.regrets([*judged[:4], liar, *judged[5:]], (), with_peers=False).leave_one_out
+    found = regret.regrets([*judged[:4], liar, *judged[5:]], ())[0].leave_one_out
     # The others say that native is the faster here: a model of the liar itself would know better.
     assert (found.num_cells, found.worst_cell) == (len(CELLS) - 2, "liar")
     assert found.worst == pytest.approx(99.0)
@@ -276,7 +276,7 @@ def a_cell_that_is_left_out_does_not_tell_its_own_time(regret):
 def a_cell_that_is_left_out_is_asked_for_where_the_others_are(regret):
     judged = seen(regret)
     far = judged_of(regret, good_cell((1 << 17,) * 64), {NATIVE: 9.0, PORTABLE: 8.0})
-    found = regret.regrets([*judged, far], (), with_peers=False).leave_one_out
+    found = regret.regrets([*judged, far], ())[0].leave_one_out
     assert (found.num_cells, found.num_outside) == (len(CELLS) - 1, 2)  # now 16 x 4096 is inside
 
 
@@ -312,13 +312,13 @@ def equal_estimates_go_by_role(regret):
     judged = [judged_of(regret, cell, same) for cell in CELLS]
     models = regret.models_of(judged)
     odd = judged_of(regret, CELLS[0], {PEER: 5.0, PORTABLE: 8.0, NATIVE: 10.0})
-    assert regret.regrets([odd], models, with_peers=True).calibration.worst == pytest.approx(1.0)
+    assert regret.regrets([odd], models)[1].calibration.worst == pytest.approx(1.0)
 
 
 def the_worst_of_equals_is_named_by_order(regret):
     models = regret.models_of(seen(regret))
     odd = [judged_of(regret, CELLS[0], {NATIVE: 20.0, PORTABLE: 16.0}, name) for name in ("b", "a")]
-    assert regret.regrets(odd, models, with_peers=False).calibration.worst_cell == "a"
+    assert regret.regrets(odd, models)[0].calibration.worst_cell == "a"
 
 
 REGRET_SCENARIOS = [

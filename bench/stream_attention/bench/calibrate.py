@@ -99,21 +99,26 @@ def _folder(values: flags.FlagValues) -> Path:
     return folder
 
 
+def _load(path: Path) -> Run | None:
+    return resume.load(path, "--out_dir", "another folder")
+
+
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
     """Measure or go on, record, compile; gives the exit status."""
     try:
         flag_types.refuse_arguments(argv)
-        folder = _folder(values)
+        folder = _folder(values).resolve()
+        shapes = (getattr(values, name) for name in decode_flags.SHAPE_FLAGS)
+        is_whole = values.suite is None and all(value is None for value in shapes)
+        files = [folder / RUN, folder / GRID][: 2 if is_whole else 1]
+        for path in files:
+            _load(path)  # a file that is none is this command's, before it is that of --json
     except ValueError as error:
         say(f"{PROGRAM}: {error}")
         return 2
-    files = [folder / RUN]
-    shapes = (getattr(values, name) for name in decode_flags.SHAPE_FLAGS)
-    if values.suite is None and all(value is None for value in shapes):
-        files.append(folder / GRID)
     worst = 0
     for path in files:
-        _aim(values, path.resolve(), whole=len(files) > 1)
+        _aim(values, path, is_whole)
         status = paged_decode.main(argv, values)
         if status not in _MEASURED:
             return status
@@ -121,16 +126,16 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
     return _finish(files, folder) or worst
 
 
-def _aim(values: flags.FlagValues, path: Path, whole: bool) -> None:
+def _aim(values: flags.FlagValues, path: Path, is_whole: bool) -> None:
     """Set the flags of `paged_decode` for the run that is kept in `path`.
 
-    whole: the cases are not the user's choice: those of evidence, or of the grid.
+    is_whole: the cases are not the user's choice: those of evidence, or of the grid.
     """
     values["json"].value, values["resume"].value = str(path), path.exists()
     if path.name == RUN:
         if values.paired is None:
             values["paired"].value = "best"
-        if whole:
+        if is_whole:
             values["suite"].value = "evidence"
         return
     values["suite"].value, values["paired"].value = "evidence_grid", None
@@ -141,7 +146,7 @@ def _aim(values: flags.FlagValues, path: Path, whole: bool) -> None:
 def _finish(files: Sequence[Path], folder: Path) -> int:
     """Record and compile what was measured, and say so; gives the exit status."""
     try:
-        runs = [run for run in map(resume.load, files) if run is not None]
+        runs = [run for run in map(_load, files) if run is not None]
         file, database, refused = compiled(runs, folder)
     except (EvidenceStoreError, OSError, ValueError) as error:
         say(f"{PROGRAM}: {error}")

@@ -30,6 +30,7 @@ from stream_attention.bench.pools import build_pool, check_memory, num_pools
 from stream_attention.bench.results import PairRow, Row, pair_from, row_from
 from stream_attention.bench.runner import TOO_LARGE, Settings
 from stream_attention.bench.spent import Spent
+from stream_attention.bench.worker_marks import kill_orphans
 from stream_attention.bench.worker_process import (
     WorkerEnded,
     WorkerProcess,
@@ -91,6 +92,8 @@ class Workers:
         self._answers: Path | None = None
 
     def __enter__(self) -> Workers:
+        """Begin with what a run that was killed may have left running, which ends here."""
+        kill_orphans()
         return self
 
     def __exit__(self, *error: object) -> None:

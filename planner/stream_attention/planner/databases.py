@@ -23,12 +23,12 @@ _ACCEPTED = "must be None (the shipped ones), a path, a PhaseDatabase, or a list
 class Found:
     """What one phase database says of a problem, route by route.
 
-    database: `None` where no database is of the device; `why` then says so.
+    database: `None` where no database is of the device; `why` then says so. family: the problem's.
     """
 
     why: str = ""
     database: PhaseDatabase | None = None
-    problem: AttentionProblem | None = None
+    family: str = ""
     estimates: Mapping[str, RouteEstimate] = field(default_factory=dict)
 
     def inside(self, route: str) -> RouteEstimate | None:
@@ -38,26 +38,26 @@ class Found:
 
     def why_not(self, route: str) -> str:
         """Why the route has no estimate from evidence here."""
-        if self.why or self.problem is None:
+        if self.why or not self.family:
             return self.why
         if route in self.estimates:
             return self.estimates[route].why_outside
-        family = cost_model.family_of(self.problem)
         if self.estimates:
-            return f"the route was not measured on problems of this family: {family}"
-        return f"no problem of this family was measured: {family}"
+            return f"the route was not measured on problems of this family: {self.family}"
+        return f"no problem of this family was measured: {self.family}"
 
 
 NOTHING = Found("no route is legal, so no evidence was asked for")
 
 
 def _look_up(database: PhaseDatabase, problem: AttentionProblem, routes: Collection[str]) -> Found:
+    family = cost_model.family_of(problem)
     try:
-        estimates = {each.route: each for each in database.lookup(problem, routes)}
+        estimates = {each.route: each for each in database.lookup(problem, routes, family)}
     except Exception as error:  # a broken database does not harm a call that a route can serve
         why = f"the phase database of {database.arch} is broken: {type(error).__name__}: {error}"
-        return Found(why, database, problem)
-    return Found("", database, problem, estimates)
+        return Found(why, database, family)
+    return Found("", database, family, estimates)
 
 
 class Databases:

@@ -71,6 +71,7 @@ def compile_database(
         for request in ordered
     ]
     models = models_of(judged)
+    own_regret, all_regret = regrets(judged, models)
     return PhaseDatabase(
         arch=arch,
         environment=sifted.environment,
@@ -79,8 +80,8 @@ def compile_database(
         evidence=tuple(sorted(set(evidence))),
         commit=",".join(sorted({row.commit for row in sifted.rows})),
         compiled_at=max((row.taken_at for row in sifted.rows), default=""),
-        own_regret=regrets(judged, models, with_peers=False),
-        all_regret=regrets(judged, models, with_peers=True),
+        own_regret=own_regret,
+        all_regret=all_regret,
         refused=tuple(sorted(sifted.refused, key=lambda each: (each.cell, each.row))),
     )
 

@@ -196,12 +196,16 @@ class PhaseDatabase:
     __repr__ = evaluable_repr
 
     def lookup(
-        self, problem: AttentionProblem, routes: Collection[str] | None = None
+        self,
+        problem: AttentionProblem,
+        routes: Collection[str] | None = None,
+        family_name: str | None = None,
     ) -> tuple[RouteEstimate, ...]:
         """The models' estimates for `problem`, fastest first, each with whether it is measured
         there; `()` where nothing like it was measured. routes: those to ask for; `None` = all.
+        family_name: `family_of(problem)` where it is known.
         """
-        return self.index.lookup(problem, routes)
+        return self.index.lookup(problem, routes, family_name)
 
     @functools.cached_property
     def index(self) -> ModelIndex:

@@ -58,30 +58,31 @@ def _fitted(
 
 
 def regrets(
-    judged: Sequence[Judged], models: Sequence[RouteModel], with_peers: bool
-) -> RegretSummary:
-    """What choosing by `models` costs, among our routes or among all that compete.
+    judged: Sequence[Judged], models: Sequence[RouteModel]
+) -> tuple[RegretSummary, RegretSummary]:
+    """What choosing by `models` costs: among our routes, and among all that compete.
 
     Everywhere as dispatch chooses: a cell that lies outside of what the models were measured on is
     counted as such, and has no regret.
     """
-    index = ModelIndex(models)
+    index, groups = ModelIndex(models), _measured(judged)
+    known = [_inside(index, each) for each in judged]
+    # By models that never saw the cell.
+    alone = [_inside(ModelIndex(_without(groups, each)), each) for each in judged]
 
-    def inside(each: Judged) -> Estimates:
-        return _inside(index, each)
+    def of(is_asked: Callable[[Judged], bool], found: list[Estimates], with_peers: bool) -> Regret:
+        pairs = [each for each in zip(judged, found, strict=True) if is_asked(each[0])]
+        return _regret(pairs, with_peers)
 
-    groups = _measured(judged)
-
-    def alone(each: Judged) -> Estimates:
-        return _inside(ModelIndex(_without(groups, each)), each)
-
-    calibration = [each for each in judged if not each.decision.hold_out]
-    hold_out = [each for each in judged if each.decision.hold_out]
-    return RegretSummary(
-        calibration=_regret(calibration, inside, with_peers),
-        hold_out=_regret(hold_out, inside, with_peers),
-        leave_one_out=_regret(judged, alone, with_peers),
+    own, among_all = (
+        RegretSummary(
+            calibration=of(lambda each: not each.decision.hold_out, known, with_peers),
+            hold_out=of(lambda each: each.decision.hold_out, known, with_peers),
+            leave_one_out=of(lambda each: True, alone, with_peers),
+        )
+        for with_peers in (False, True)
     )
+    return own, among_all
 
 
 def _inside(index: ModelIndex, each: Judged) -> Estimates:
@@ -89,16 +90,13 @@ def _inside(index: ModelIndex, each: Judged) -> Estimates:
     return {found.route: found.us for found in estimates if found.inside}
 
 
-def _regret(
-    judged: Iterable[Judged], estimates_of: Callable[[Judged], Estimates], with_peers: bool
-) -> Regret:
+def _regret(judged: Iterable[tuple[Judged, Estimates]], with_peers: bool) -> Regret:
     ratios: list[tuple[float, float, str]] = []
     num_outside = 0
-    for each in judged:
+    for each, estimates in judged:
         pool = each.pool(with_peers)
         if len(pool) < 2:  # nothing to choose
             continue
-        estimates = estimates_of(each)
         known = [candidate for candidate in pool if candidate.route in estimates]
         if not known:
             num_outside += 1

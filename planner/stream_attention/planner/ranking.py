@@ -83,7 +83,10 @@ def rank(
     legal: list[AttentionRecord] = []
     rejections = list(registry.missing())
     for record in registry.attention_records():
-        if not _has_form(record, forms):  # whatever its rules say, it cannot serve the call
+        for form in forms:
+            if getattr(record, form) is not None:
+                break
+        else:  # whatever its rules say, it cannot serve the call
             rejections.append(_rejected(record.route, (_form_reason(forms),)))
             continue
         reasons = _reasons(record, problem, device)
@@ -119,13 +122,6 @@ def rank(
 _place = operator.itemgetter(0)
 # A process meets few of them, again and again, and each is checked when it is made.
 _rejected = functools.lru_cache(maxsize=256)(Rejection)
-
-
-def _has_form(record: AttentionRecord, forms: tuple[str, ...]) -> bool:
-    for form in forms:  # a generator would take as long as the rules of a route
-        if getattr(record, form) is not None:
-            return True
-    return False
 
 
 def _candidate(
