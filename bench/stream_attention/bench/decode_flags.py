@@ -122,9 +122,16 @@ def _define_run_flags(define: flag_types.FlagDefiner) -> None:
     count(
         "start_seconds",
         900,
-        "Limit on an isolated worker's imports, and on its warm-up, where kernels are compiled.",
+        "Limit on an isolated worker's imports, and on its whole warm-up.",
         low=1,
         nearest=900,
+    )
+    count(
+        "warm_up_seconds",
+        300,
+        "Limit on one tiny case of an isolated worker's warm-up, where kernels are compiled.",
+        low=1,
+        nearest=300,
     )
     define.switch("warm_up", True, "Have isolated workers compile for all cases first, at once.")
     define.repeated(

@@ -274,6 +274,7 @@ def resolve(argv: Sequence[str], values: flags.FlagValues) -> Job:
     isolation = Isolation(
         case_seconds=float(values.case_seconds),
         start_seconds=float(values.start_seconds),
+        warm_up_seconds=float(values.warm_up_seconds),
         paths=paths,
         modules=tuple(values.contender_modules),
         threads=values.threads,

@@ -39,7 +39,9 @@ def worker_command(read_fd: int, write_fd: int) -> list[str]:
 
 @dataclass(slots=True)
 class WorkerProcess:
-    """One process. begin it with `spawn`; step: what it last said that it does."""
+    """One process. begin it with `spawn`; step: what it last said that it does, since `stepped`,
+    a time of the monotonic clock.
+    """
 
     process: subprocess.Popen[bytes]
     channel: Channel
@@ -47,6 +49,7 @@ class WorkerProcess:
     mark: str
     exit_fd: int | None
     step: str = ""
+    stepped: float = 0.0
     _seen: int = 0
     _closed: bool = field(default=False)
 
@@ -63,7 +66,7 @@ class WorkerProcess:
 
     def send(self, request: dict[str, Any], seconds: float) -> None:
         """Begin a request whose reply `reply` takes."""
-        self.step = ""
+        self.step, self.stepped = "", time.monotonic()
         self._seen = os.fstat(self.errors.fileno()).st_size
         try:
             self.channel.send(request, seconds)
@@ -92,7 +95,7 @@ class WorkerProcess:
             if message is None and gone:
                 raise self.ended()
             if message is not None and "step" in message:
-                self.step = str(message["step"])
+                self.step, self.stepped = str(message["step"]), time.monotonic()
             elif message is not None:
                 return message
             elif time.monotonic() >= deadline:
