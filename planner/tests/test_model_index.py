@@ -187,6 +187,17 @@ def each_route_is_near_its_own_rows_alone(index):
     assert (native.rows, portable.rows) == (("row0",), ("other0",))
 
 
+def places_of_other_routes_do_not_crowd_out_its_own(index):
+    tokens = (4096, 4352, 4608, 4864, 5120, 5376)
+    many = model(cells=[cell(4, each) for each in tokens])
+    cells = [cell(4, 2048), cell(4, 5376), cell(4, 65536)]
+    few = model("triton", "portable", 2.0, cells, "other")
+    alone = one(index, cell(4, 4096), [few])
+    assert alone.inside and alone.rows == ("other1", "other0")
+    _, beside = index.ModelIndex([many, few]).lookup(cell(4, 4096).problem)
+    assert beside == alone
+
+
 SCENARIOS = [
     each
     for each in list(globals().values())

@@ -32,7 +32,7 @@ from stream_attention.planner.evidence import ROLES
 NUM_ROWS = 3
 """Rows that an estimate names."""
 NEAR_PLACES = 4
-"""Places that an estimate is corrected by, at most."""
+"""Places of a route that its estimate is corrected by, at most."""
 MOST_KNOWN = 1024
 CLOSEST = 1e-3
 """Square of the distance, in octaves, below which places are taken for one."""
@@ -125,11 +125,18 @@ class _Family:
             us = sum(map(operator.mul, model.coefficients, terms[model.features]))
             if within[limits]:
                 total = weights = 0.0
-                for weight, of_route in near:
-                    for row, ratio in of_route.get(route, ()):
+                num_places = 0
+                for distance, of_route in near:
+                    if route not in of_route:  # others' measurements do not take its places
+                        continue
+                    weight = (distance * distance + CLOSEST) ** -1
+                    for row, ratio in of_route[route]:
                         total += weight * ratio
                         weights += weight
                         rows.append(row)
+                    num_places += 1
+                    if num_places == NEAR_PLACES:
+                        break
                 why = "" if rows else _NOTHING_NEAR
                 us *= total / weights if rows else 1.0
             else:
@@ -164,7 +171,7 @@ class _Places:
         self._known: dict[tuple[float, ...], list[_Group]] = {}
 
     def near(self, at: Sequence[float]) -> list[tuple[float, _OfRoute]]:
-        """The `NEAR_PLACES` nearest places that are near, nearest first, with their weights."""
+        """Every place that is near, nearest first, with its distance."""
         num_bytes, longest = _octaves(at[0]), _octaves(at[1])
         near = []
         for distance, firsts, places in self._near_groups(tuple(at[2:])):
@@ -175,7 +182,7 @@ class _Places:
                 if length <= NEAR_OCTAVES:
                     near.append((distance + length + abs(num_bytes - place[0]), of_route))
         near.sort(key=operator.itemgetter(0))  # stable: ties stay in the order of the places
-        return [((d * d + CLOSEST) ** -1, of_route) for d, of_route in near[:NEAR_PLACES]]
+        return near
 
     def _near_groups(self, at: tuple[float, ...]) -> list[_Group]:
         """Groups that are near in what they share, with the distance in it.
