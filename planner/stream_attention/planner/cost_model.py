@@ -218,7 +218,8 @@ def fit(
 ) -> RouteModel | None:
     """The model of `route` with the least relative squares, coefficients >= 0.
 
-    All of one family, a cell once, in any order. `None` where fewer than `MIN_PLACES` differ.
+    All of one family, a cell once, in any order. `None` where fewer than `MIN_PLACES` differ, and
+    where the least squares say that something which was measured takes no time.
     It is fitted to the lengths that were measured, and asked what a plan knows: its ranges and its
     points are of that. with_errors: `False` leaves them out, which need as many fits as points.
     """
@@ -229,6 +230,10 @@ def fit(
         return None
     (family,) = families
     coefficients = _solve(features, [each.us for each in ordered])
+    planned = [features_of(each.cell.problem) for each in ordered]
+    modelled = [_time(coefficients, _terms(place)) for place in planned]
+    if not all(0 < us < math.inf for us in modelled):
+        return None
     without = left_out(ordered, features) if with_errors else []
     errors = [
         abs(us / each.us - 1)
@@ -236,7 +241,6 @@ def fit(
         if us is not None
     ]
     names = PLACE + EXACT_PLACE
-    planned = [features_of(each.cell.problem) for each in ordered]
     return RouteModel(
         route=route,
         role=role,
@@ -257,9 +261,9 @@ def fit(
                 row=each.row,
                 us=each.us,
                 features=tuple(place[name] for name in names),
-                ratio=each.us / _time(coefficients, _terms(place)),
+                ratio=each.us / us,
             )
-            for each, place in zip(ordered, planned, strict=True)
+            for each, place, us in zip(ordered, planned, modelled, strict=True)
         ),
         error_p50=statistics.median(errors) if errors else None,
         error_max=max(errors) if errors else None,
