@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from stream_attention.core.backend_plan import Rejection
 from stream_attention.core.device import DeviceFacts
+from stream_attention.core.errors import shown
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord, Registry
 from stream_attention.planner.databases import NOTHING, SHIPPED, Databases, Found
@@ -166,13 +167,23 @@ def _reasons(
 ) -> tuple[str, ...]:
     """Reasons of a record. One that is broken is rejected and does not harm others."""
     try:
-        return tuple([reason or "gave no reason" for reason in record.reasons(problem, device)])
+        return tuple([_said(reason) for reason in record.reasons(problem, device)])
     except Exception as error:
         return (_broken(error),)
 
 
+def _said(reason: Any) -> str:
+    if not isinstance(reason, str):
+        raise TypeError(f"a rule gave {shown(reason)} as its reason: must be a string, or None")
+    return str(reason) or "gave no reason"
+
+
 def _broken(error: Exception) -> str:
-    return f"its record is broken: {type(error).__name__}: {error}"
+    try:
+        text = str(error)
+    except Exception:
+        text = "it has no text"
+    return f"its record is broken: {type(error).__name__}: {text}"
 
 
 def _form_reason(forms: tuple[str, ...]) -> str:
