@@ -298,6 +298,40 @@ def test_calibration_compiles_nothing_of_cells_that_were_not_all_measured(
     assert not (tmp_path / "out" / "phase_db").exists()
 
 
+def test_two_calibrations_do_not_share_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meanwhile = []
+
+    def measured(argv, values):
+        meanwhile.append(calibrated(tmp_path / "out"))
+        Path(values.json).write_text(json.dumps(to_json(made_run())))
+        return 0
+
+    monkeypatch.setattr(paged_decode, "main", measured)
+    monkeypatch.setattr(paged_decode, "chosen_device", lambda name: torch.device("cuda", 0))
+    assert calibrated(tmp_path / "out") == 0
+    assert meanwhile == [2, 2]
+    said = capsys.readouterr().err
+    assert "another calibration is at work there; wait for its end, or use another folder" in said
+
+
+def test_a_calibration_of_chosen_cases_does_not_drop_those_of_the_grid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(argv, values):
+        Path(values.json).write_text(json.dumps(to_json(made_run())))
+        return 0
+
+    monkeypatch.setattr(paged_decode, "main", measured)
+    monkeypatch.setattr(paged_decode, "chosen_device", lambda name: torch.device("cuda", 0))
+    assert calibrated(tmp_path / "out") == 0
+    before = (tmp_path / "out" / "phase_db" / "sm90.json").read_bytes()
+    assert calibrated(tmp_path / "out", "--suite=evidence") == 2
+    assert "has grid.json, which this run leaves out" in capsys.readouterr().err
+    assert (tmp_path / "out" / "phase_db" / "sm90.json").read_bytes() == before
+
+
 def test_a_run_that_was_interrupted_is_not_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,8 +21,10 @@ was wrong or was refused as evidence, 2 for bad flags, 4 when a file could not b
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from absl import app, flags
@@ -41,6 +43,7 @@ from stream_attention.planner.phase_db import PhaseDatabase, file_of
 FLAGS = flags.FLAGS
 PROGRAM = "calibrate"
 RUN, GRID, EVIDENCE, DATABASES = "run.json", "grid.json", "evidence", "phase_db"
+LOCK = ".lock"
 _MEASURED = (0, 1)  # statuses of paged_decode with a file of results
 
 
@@ -103,14 +106,47 @@ def _load(path: Path) -> Run | None:
     return resume.load(path, "--out_dir", "another folder")
 
 
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder: two at once would overwrite each other's results. Raises `ValueError`."""
+    named = f"--out_dir={str(folder)!r}"
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise ValueError(f"{named}: cannot be written ({error.strerror}); use another") from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            rule = "another calibration is at work there; wait for its end, or use another folder"
+            raise ValueError(f"{named}: {rule}") from None
+        except OSError as error:
+            raise ValueError(f"{named}: cannot be locked ({error.strerror}); use another") from None
+        yield
+    finally:
+        os.close(handle)
+
+
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
     """Measure or go on, record, compile; gives the exit status."""
+    with contextlib.ExitStack() as held:
+        return _main(argv, values, held)
+
+
+def _main(argv: Sequence[str], values: flags.FlagValues, held: contextlib.ExitStack) -> int:
+    """The same; what is held until the end goes to `held`."""
     try:
         flag_types.refuse_arguments(argv)
         folder = _folder(values).resolve()
+        held.enter_context(_locked(folder))
         shapes = (getattr(values, name) for name in decode_flags.SHAPE_FLAGS)
         is_whole = values.suite is None and all(value is None for value in shapes)
         files = [folder / RUN, folder / GRID][: 2 if is_whole else 1]
+        if not is_whole and (folder / GRID).exists():  # its cells would leave the database
+            raise ValueError(
+                f"--out_dir={values.out_dir!r}: has {GRID}, which this run leaves out; leave "
+                "--suite and shapes out, or use another folder"
+            )
         for path in files:
             _load(path)  # a file that is none is this command's, before it is that of --json
     except ValueError as error:
