@@ -182,6 +182,12 @@ BAD = [
         "must be the same for both",
     ),
     ("pair_unlike", good_pair(second_timing=good_samples(9.0, num_pools=129)), {}, "129"),
+    (
+        "warm_rotation",
+        good_row(**samples(num_pools=127), **facts(l2_bytes=0)),
+        {},
+        "fit into 0 of L2",
+    ),
     ("floor", good_row(floor_us=None), {}, "floor_us=None: must be the time to read"),
     ("floor", good_row(floor_us=0.0), {}, "floor_us=0.0"),
     ("floor", good_row(floor_us=math.nan), {}, "floor_us=nan"),
