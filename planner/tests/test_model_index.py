@@ -187,6 +187,17 @@ def each_route_is_near_its_own_rows_alone(index):
     assert (native.rows, portable.rows) == (("row0",), ("other0",))
 
 
+def what_is_no_time_is_no_estimate(index):
+    known, asked = model(), cell(4, 4096)
+    for coefficient, us in ((1e308, "inf"), (5e-324, "0")):
+        coefficients = (coefficient, *[0.0] * (len(known.features) - 1))
+        points = [dataclasses.replace(p, ratio=max(coefficient, 0.1)) for p in known.points]
+        off = dataclasses.replace(known, coefficients=coefficients, points=tuple(points))
+        found = one(index, asked, [off])
+        assert not found.inside and found.rows == ()
+        assert found.why_outside == f"its model says {us} us there, which is no time"
+
+
 def places_of_other_routes_do_not_crowd_out_its_own(index):
     tokens = (4096, 4352, 4608, 4864, 5120, 5376)
     many = model(cells=[cell(4, each) for each in tokens])

@@ -139,6 +139,8 @@ class _Family:
                         break
                 why = "" if rows else _NOTHING_NEAR
                 us *= total / weights if rows else 1.0
+                if rows and not 0.0 < us < math.inf:
+                    rows, why = [], f"its model says {us:g} us there, which is no time"
             else:
                 why = _why_outside(model, features)
             named = tuple(rows[:NUM_ROWS])
