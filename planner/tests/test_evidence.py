@@ -181,6 +181,10 @@ def test_lengths_are_kept_as_runs_and_each_order_is_its_own_cell():
     ("changes", "said"),
     [
         ({"problem": None}, "problem=None: must be an AttentionProblem"),
+        (
+            {"problem": dataclasses.replace(good_cell().problem, num_qo_heads=8 * 10**308)},
+            "problem=.*must have ints of 64 bits alone",
+        ),
         ({"qo_lens": [1, 1]}, "qo_lens=.*must be a tuple of ints"),
         ({"qo_lens": (2, 0)}, "none above max_qo_len"),
         ({"qo_lens": (1, 0)}, "sum to problem.total_qo_len"),

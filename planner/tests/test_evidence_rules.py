@@ -306,6 +306,11 @@ BAD_SETS = [
         [good_row(), good_row(SHORT, "triton", versions=(("torch", "1"),))],
         "versions=['1', '2.13.0']: torch: must be one in a set",
     ),
+    (
+        "mixed_roles",
+        [good_row(route="triton"), good_row(SHORT, "triton", role="external")],
+        "role=['external', 'portable']: triton: must be one in a set",
+    ),
     ("duplicate_ids", [good_row(), good_row()], "is there 2 times: a row counts once"),
     ("measured_twice", [good_row(), good_row(taken_at=LATER)], "sm90_decode on cell 60d0fd"),
     (

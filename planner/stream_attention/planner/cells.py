@@ -16,6 +16,11 @@ from stream_attention.planner.plain import digest_of, from_plain, to_plain
 MAX_REQUESTS = 1 << 20
 
 
+def _are_of_64_bits(problem: AttentionProblem) -> bool:
+    values = (getattr(problem, name) for name in problem.__dataclass_fields__)
+    return all(value < 1 << 63 for value in values if is_int(value))
+
+
 def _are_lengths(value: Any) -> bool:
     return is_tuple_of(value, int) and all(is_int(each) and each >= 0 for each in value)
 
@@ -102,6 +107,11 @@ _RULES = (
         "problem",
         "must be an AttentionProblem",
         lambda c: isinstance(c.problem, AttentionProblem),
+    ),
+    Rule(
+        "problem",
+        "must have ints of 64 bits alone: no float holds the features of larger ones",
+        lambda c: not isinstance(c.problem, AttentionProblem) or _are_of_64_bits(c.problem),
     ),
     Rule(
         "qo_lens",

@@ -181,6 +181,16 @@ def _versions(rows: tuple[Row, ...]) -> Iterator[Fault]:
             yield Fault("versions", sorted(versions), f"{name}: must be one in a set")
 
 
+def _roles(rows: tuple[Row, ...]) -> Iterator[Fault]:
+    found = defaultdict(set)
+    for row in rows:
+        if isinstance(row, EvidenceRow):
+            found[row.requested].add(row.role)
+    for name, roles in sorted(found.items()):
+        if len(roles) > 1:
+            yield Fault("role", sorted(roles), f"{name}: must be one in a set")
+
+
 def _duplicate_ids(rows: tuple[Row, ...]) -> Iterator[Fault]:
     for found, count in Counter(row.id for row in rows).items():
         if count > 1:
@@ -243,6 +253,7 @@ SET_RULES = (
     SetRule("mixed_environments", _environments),
     SetRule("mixed_commits", _commits),
     SetRule("mixed_versions", _versions),
+    SetRule("mixed_roles", _roles),
     SetRule("duplicate_ids", _duplicate_ids),
     SetRule("measured_twice", _measured_twice),
     SetRule("floors_differ", _floors_differ),
