@@ -78,7 +78,7 @@ def test_the_command_writes_a_database_an_architecture_and_says_what_it_decided(
         "model sm90_decode, ",
         "regret among ours: calibration: 0.00% over",
         "hold-out: ",
-        "leave one out: 0.00% over 5 cells",
+        "leave one out: 0.00% over 3 cells, 2 outside",
         "sm_100 (no evidence): 6 cells: 0 native, 0 portable, 0 external, 6 unresolved",
     ):
         assert words in done.stdout, words

@@ -28,6 +28,7 @@ from stream_attention.planner.evidence_testing import (
     lost_row,
 )
 
+LARGE = good_cell((4096,) * 16)
 NOW = datetime.datetime(2025, 2, 1, tzinfo=datetime.timezone.utc)
 GOOD = [
     good_row(),
@@ -205,6 +206,24 @@ BAD = [
         good_row(route="torch", arch="cpu", floor_us=200.0, **samples(19.0, arch="cpu")),
         {},
         "takes more than 20",
+    ),
+    # 256 MiB, of which 60 may lie in L2, and a floor that is as absurd as the time.
+    (
+        "beyond_roofline",
+        good_row(LARGE, p50_us=38.0, **facts(device="NVIDIA H200")),
+        {},
+        "timing.p50_us=38.0: memory of NVIDIA H200 alone takes 41.6",
+    ),
+    (
+        "beyond_roofline",
+        good_pair(
+            LARGE,
+            second_timing=good_samples(38.0),
+            first_timing=good_samples(50.0),
+            **facts(device="NVIDIA H200"),
+        ),
+        {},
+        "second_timing.p50_us=38.0",
     ),
     ("bound_missing", good_row(**checked(max_bound=None)), {}, "correctness.max_bound=None"),
     ("bound_missing", good_row(**checked(rms_bound=math.nan)), {}, "rms_bound=nan"),

@@ -20,6 +20,7 @@ from stream_attention.planner.evidence_finding import (
     sides_of,
     unless,
 )
+from stream_attention.planner.roofline import attention_work, bounds_us
 
 # The one method of each device that times kernels, and kernels that read from memory.
 KERNEL_METHODS = {"cpu": "cpu_cold", "cuda": "cuda_graph_cold"}
@@ -120,6 +121,21 @@ def too_fast(parameter: str, timing: Samples, row: Row, floor_us: float) -> Faul
     return unless(not timing.p50_us < least, parameter, round(timing.p50_us, 4), rule)
 
 
+def _beyond_roofline(timing: Samples, row: Row, _: Context) -> Fault | None:
+    """A fault where the median is below what the device's own data sheet allows for the cell."""
+    if not are_times(timing):
+        return None
+    here, cell = row.environment, row.cell
+    work = attention_work(cell.problem, cell.kv_lens, cell.qo_lens)
+    limits = bounds_us(work, here.device, here.l2_bytes)
+    if limits is None:
+        return None
+    limit = max(limits, key=lambda name: limits[name])
+    rule = f"{limit} of {here.device} alone takes {limits[limit]:.4g} us"
+    held = timing.p50_us >= limits[limit]
+    return unless(held, "p50_us", round(timing.p50_us, 4), rule)
+
+
 def _is_size(value: float | None) -> bool:
     """Whether an error is known: not NaN, not negative. Infinite is known."""
     return value is not None and value >= 0
@@ -189,6 +205,7 @@ NUMBER_RULES = (
     ),
     RefusalRule("time_range", _in_range),
     RefusalRule("implausible", of_ok(EvidenceRow, _implausible)),
+    RefusalRule("beyond_roofline", of_timings(_beyond_roofline)),
     RefusalRule(
         "bound_missing",
         of_checks(
