@@ -63,9 +63,12 @@ def read_manifest(path):
     except ValueError as error:
         fault = f"is no JSON ({error})"
     else:
+        objects = [manifest, manifest["paths"], *manifest["wheels"]]
         texts = [*folders, *(text for wheel in wheels for text in wheel)]
         names = [*sites, *(name for _, name, _ in wheels)]
-        if not all(isinstance(text, str) for text in [*sites, *texts]):
+        if not all(isinstance(each, dict) for each in objects):
+            fault = "has a list where a pack has names"
+        elif not all(isinstance(text, str) for text in [*sites, *texts]):
             fault = "has a name that is no text"
         elif not all(type(size) is int and size >= 0 for size in sizes):
             fault = "has a size that is no count of bytes"

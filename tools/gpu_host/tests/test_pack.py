@@ -243,6 +243,7 @@ def test_the_old_one_stays_where_the_new_one_cannot_be_unpacked(out: Path, tmp_p
         ("[]", "lacks what a pack has"),
         ('{"paths": {"..": [""]}, "wheels": []}', "has a name that is none of a file"),
         ('{"paths": {"a": [3]}, "wheels": []}', "has a name that is no text"),
+        ('{"num_parts": 1, "paths": [], "wheels": []}', "has a list where a pack has names"),
     ],
 )
 def test_a_manifest_that_is_none_is_an_error_of_one_line(
