@@ -210,6 +210,12 @@ BAD = [
     # 256 MiB, of which 60 may lie in L2, and a floor that is as absurd as the time.
     (
         "beyond_roofline",
+        good_row(LARGE, p50_us=38.0, **facts(device="NVIDIA H200", l2_bytes=1 << 62)),
+        {},
+        "timing.p50_us=38.0: memory of NVIDIA H200 alone takes 41.6",
+    ),
+    (
+        "beyond_roofline",
         good_row(LARGE, p50_us=38.0, **facts(device="NVIDIA H200")),
         {},
         "timing.p50_us=38.0: memory of NVIDIA H200 alone takes 41.6",

@@ -127,7 +127,7 @@ def _beyond_roofline(timing: Samples, row: Row, _: Context) -> Fault | None:
         return None
     here, cell = row.environment, row.cell
     work = attention_work(cell.problem, cell.kv_lens, cell.qo_lens)
-    limits = bounds_us(work, here.device, here.l2_bytes)
+    limits = bounds_us(work, here.device)  # L2 too is that of the sheet, not what the row says
     if limits is None:
         return None
     limit = max(limits, key=lambda name: limits[name])
