@@ -221,6 +221,10 @@ def test_a_bad_value_of_json_is_named(read, change, message):
         ('{"timestamp": 1, "timestamp": 2}', "a key is given twice"),
         ("{}", "trace.jsonl:2: timestamp=None: is missing; the first line has it"),
         ("[" * 100_000, "trace.jsonl:2: line=.*is nested too deeply"),
+        (
+            '{"timestamp": 1e' + "9" * 30 + "}",
+            "trace.jsonl:2: line=.*: has a number whose exponent",
+        ),
         ('{"timestamp": ' + "9" * 5000 + "}", "trace.jsonl:2: line=.*: is no JSON"),
     ],
 )

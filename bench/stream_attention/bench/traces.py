@@ -15,7 +15,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +243,9 @@ def _json_records(text: str, name: str) -> Iterator[Record | Fault]:
             )
         except RecursionError:
             yield Fault(where, row[:40], "is nested too deeply", "numbers and lists of ids")
+            continue
+        except InvalidOperation:
+            yield Fault(where, row[:40], "has a number whose exponent is too large", "0")
             continue
         except ValueError as error:
             yield Fault(where, row[:40], f"is no JSON ({error})", '{"timestamp": 0, …}')
