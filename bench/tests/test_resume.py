@@ -86,8 +86,12 @@ def test_a_run_that_goes_on_began_when_the_file_says():
     earlier = earlier_run()
     began = dataclasses.replace(earlier.environment, started_at="then", command="the first")
     now = dataclasses.replace(environment(CPU), load_average=7.5)
-    found = resume.continued(dataclasses.replace(earlier, environment=began), now)
+    earlier = dataclasses.replace(earlier, environment=began)
+    found = resume.continued(earlier, now, CASES[:1])
     assert (found.started_at, found.command, found.load_average) == ("then", "the first", 7.5)
+    # With more cases floors are measured anew: its rows are other rows, and of another time.
+    assert resume.continued(earlier, now, CASES) is now
+    assert resume.continued(None, now, CASES) is now
 
 
 @pytest.mark.parametrize("text", [*BAD_FILES, *DEEP], ids=lambda text: repr(text[:9]))

@@ -129,8 +129,26 @@ def rows_of_two_sources_do_not_count_together(build):
     other = good_row(CELLS[0], NATIVE, 5.0, commit="f" * 40, taken_at=LATER)
     with pytest.raises(ValueError, match="mixed_commits"):
         compiled([other, *EVERY], build=build)
+    same_time = good_row(CELLS[0], NATIVE, 5.0, commit="f" * 40)  # breaks a rule of its cell too
+    with pytest.raises(ValueError, match=r"(?s)mixed_commits.*measured_twice"):
+        compiled([same_time, *EVERY], build=build)
     database = compiled([other, *EVERY], build=build, context=Context(commit=COMMIT))
     assert "other_commit" in refused(database)[other.id] and database.commit == COMMIT
+
+
+def an_absurd_floor_hides_no_absurd_time_and_costs_its_cell_alone(build):
+    liar = good_row(CELLS[0], OTHER, 0.01, floor_us=0.01)
+    others = [row for row in EVERY if row.id != lost_row(CELLS[0], OTHER).id]
+    database = compiled([*others, liar], build=build)
+    assert set(refused(database)) == {row.id for row in (*rows_of(CELLS[0])[:3], liar)} | {
+        good_pair(CELLS[0], NATIVE, PEER, 0.9).id
+    }
+    said = refused(database)[liar.id]
+    assert "floors_differ: floor_us=" in said and "row_implausible: " in said
+    statuses = [each.status for each in database.cells]
+    assert statuses.count("unresolved") == 1 and cell_of(database).status == "unresolved"
+    alone = compiled([good_row(CELLS[0], NATIVE, 9.0), liar], build=build)
+    assert alone.environment is None and len(alone.refused) == 2
 
 
 def other_architectures_have_their_own_database(build):
@@ -445,11 +463,3 @@ def test_times_at_the_ends_of_the_range_are_compiled(us):
     rows = [dataclasses.replace(row, floor_us=us) for row in rows]
     database = compiled(rows)
     assert database.refused == () and len(database.models) == 1
-
-
-def test_an_absurd_floor_hides_no_absurd_time():
-    liar = good_row(CELLS[0], OTHER, 0.01, floor_us=0.01)
-    with pytest.raises(
-        ValueError, match=r"(?s)floors_differ: floor_us=.0\.01, .*row_implausible: "
-    ):
-        compiled([*(row for row in EVERY if row.id != lost_row(CELLS[0], OTHER).id), liar])

@@ -286,7 +286,7 @@ def resolve(argv: Sequence[str], values: flags.FlagValues) -> Job:
         device=device,
         settings=settings,
         options=options,
-        environment=facts if earlier is None else resume.continued(earlier, facts),
+        environment=resume.continued(earlier, facts, cases),
         sink=Sink(path),
         screen=Screen("paged_decode", report.make_console(), kept=path is not None),
         isolation=isolation if values.isolate else None,

@@ -42,11 +42,17 @@ def load(path: Path, flag: str = "--resume", nearest: str = "another --json") ->
         ) from None
 
 
-def continued(earlier: Run, environment: Environment) -> Environment:
-    """The environment of a run that goes on: it began when, and by the command that, the file says.
+def continued(
+    earlier: Run | None, environment: Environment, cases: Iterable[AttentionCase]
+) -> Environment:
+    """The environment of a run: of one that goes on with the same cases, it began when, and by the
+    command that, the file says.
 
-    Rows that are kept would else be other rows of evidence, taken at another time.
+    Rows that are kept would else be other rows of evidence, taken at another time. With other cases
+    floors are measured anew, and then they are.
     """
+    if earlier is None or {result.case for result in earlier.cases} != set(cases):
+        return environment
     return dataclasses.replace(
         environment,
         **{name: getattr(earlier.environment, name) for name in ("command", "started_at")},

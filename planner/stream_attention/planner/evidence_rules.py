@@ -260,6 +260,8 @@ SET_RULES = (
     SetRule("row_implausible", _below_largest_floor(EvidenceRow)),
     SetRule("pair_implausible", _below_largest_floor(PairRow)),
 )
+# Rules that a cell breaks by its own rows, whatever other cells hold.
+CELL_RULES = ("measured_twice", "floors_differ", "row_implausible", "pair_implausible")
 
 __all__ = [
     "Context",

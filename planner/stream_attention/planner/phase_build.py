@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 
 from stream_attention.planner.cell_requests import CellRequest, check_distinct
 from stream_attention.planner.evidence import EvidenceRow, Fingerprint, PairRow, Row
-from stream_attention.planner.evidence_rules import Context, check_set, latest, refusals
+from stream_attention.planner.evidence_rules import (
+    CELL_RULES,
+    SET_RULES,
+    Context,
+    check_set,
+    latest,
+    refusals,
+)
 from stream_attention.planner.phase_compiler import CellEvidence, decide
 from stream_attention.planner.phase_db import PhaseDatabase, RefusedRow
 from stream_attention.planner.phase_regret import Judged, models_of, regrets
@@ -116,9 +123,35 @@ def _sift(
     kept, superseded = latest(same)
     for row in superseded:
         sifted.refuse(row, "superseded: the same was measured again later")
-    sifted.environment = environment
-    sifted.rows = check_set(kept, context).rows()
+    kept = _sound(kept, context, sifted)
+    if kept:
+        sifted.environment = environment
+        sifted.rows = tuple(kept)
     return sifted
+
+
+def _sound(kept: Sequence[Row], context: Context, sifted: _Sifted) -> Sequence[Row]:
+    """The rows but those of cells that break one of `CELL_RULES`, refused with the reason.
+
+    One bad row costs its cell and not the database, as a store keeps every row for good. Raises
+    `ValueError` where a rule of the whole set is broken.
+    """
+    verdict = check_set(kept, context)
+    if any(each.rule not in CELL_RULES for each in verdict.refusals):
+        verdict.rows()
+    rules = [rule for rule in SET_RULES if rule.name in CELL_RULES]
+    by_cell: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in kept:
+        by_cell[row.cell.digest].append(row)
+    sound: list[Row] = []
+    for rows in by_cell.values():
+        reasons = [str(each) for each in check_set(rows, context, rules).refusals]
+        if reasons:
+            for row in rows:
+                sifted.refuse(row, *reasons)
+        else:
+            sound += rows
+    return sound
 
 
 def _by_cell(rows: Iterable[Row]) -> dict[str, CellEvidence]:

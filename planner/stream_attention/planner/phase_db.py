@@ -144,7 +144,7 @@ class RegretSummary:
     """Regret of the choice by models among one set of routes.
 
     calibration: cells that models are fitted on. hold_out: the others. leave_one_out: each cell by
-    models fitted without it and its equals, whether they are inside there or not.
+    models fitted without it and its equals. Cells outside of what models know are only counted.
     """
 
     calibration: Regret = Regret()
