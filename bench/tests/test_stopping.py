@@ -233,6 +233,8 @@ def test_only_a_run_that_is_known_to_have_ended_has_orphans():
     found = []
     for mark in marks:
         child = subprocess.Popen(["sleep", "300"], env={worker_marks.VARIABLE: mark})
+        while worker_marks._mark_of(child.pid) != mark:  # a process that is being set up has none
+            time.sleep(0.01)
         worker_marks.kill_orphans()
         found.append(ends(child.pid) if marks[mark] else child.poll() is not None)
         child.kill()
