@@ -188,7 +188,7 @@ def test_faults_of_several_cells_are_reported_at_once():
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "cells.json: is no JSON object"),
+        (b"", "cells.json: is no JSON "),
         (b"\xff", "cells.json: is no UTF-8 text"),
         (b'{"schema": 1, "schema": 2}', "key 'schema' is given 2 times"),
     ],

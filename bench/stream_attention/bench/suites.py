@@ -204,8 +204,9 @@ def _prefill() -> tuple[AttentionCase, ...]:
     )
 
 
-# Cells of the grid hold 2^19 tokens at most: 2 GiB of K and V in bf16, 8 heads of 128.
-_GRID_TOKENS = 19
+# Cells of the grid hold 2^19 tokens at most: 2 GiB of K and V in bf16, 8 heads of 128. And 4 MiB at
+# least: a rotation of smaller ones stays in a cache.
+_GRID_TOKENS, _GRID_BYTES = 19, 4 << 20
 
 
 def _grid_uniform(
@@ -214,12 +215,13 @@ def _grid_uniform(
     """Powers of two in batch and length, every other one, as the fields of one colour of a chess
     board: each has neighbours of the same bytes, half as long and twice as many, and the reverse.
     """
-    return [
+    cases = [
         _decode_case((2**batch, 2**length, *heads, layout))
         for batch in batches
         for length in tokens
         if (batch + length) % 2 == parity and batch + length <= _GRID_TOKENS
     ]
+    return [case for case in cases if case.kv_bytes >= _GRID_BYTES]
 
 
 def _grid_ragged() -> list[AttentionCase]:

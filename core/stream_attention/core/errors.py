@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-SHOWN = 200
+SHOWN = 380
 """Characters of a value that a message shows at most."""
 
 
