@@ -226,7 +226,7 @@ def test_bad_case_reports_every_rule():
     with pytest.raises(ValueError, match="4 faults") as caught:
         AttentionCase(batch=0, lengths=uniform(4), num_qo_heads=30, head_dim=513, dtype="float64")
     text = str(caught.value)
-    assert "batch=0: must be an int >= 1; use 1" in text
+    assert "batch=0: must be an int in 1..1048576; use 1" in text
     assert "must be a multiple of num_kv_heads; use 24" in text
     assert "head_dim=513: must be an int in 1..512; use 512" in text
     assert "dtype='float64': must be one of" in text

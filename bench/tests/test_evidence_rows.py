@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -208,7 +210,7 @@ def test_the_manifests_cells_are_asked_for_their_architectures() -> None:
 
 
 def test_calibration_keeps_evidence_and_compiles_what_an_engine_takes(tmp_path: Path) -> None:
-    path, database, refused = calibrate.compiled(made_run(), tmp_path)
+    path, database, refused = calibrate.compiled([made_run()], tmp_path)
     assert refused == ()
     assert path == tmp_path / "phase_db" / "sm90.json"
     assert load(path) == database
@@ -217,7 +219,7 @@ def test_calibration_keeps_evidence_and_compiles_what_an_engine_takes(tmp_path: 
     assert cell.missing == ("outcome of later",)
     rows = made_run().cases[0].rows[:-1]
     whole = made_run(cases=(dataclasses.replace(made_run().cases[0], rows=rows),))
-    _, database, _ = calibrate.compiled(whole, tmp_path / "again")
+    _, database, _ = calibrate.compiled([whole], tmp_path / "again")
     (cell,) = database.cells
     assert (cell.status, cell.chosen, cell.baseline) == ("native", "sm90_decode", "peer")
 
@@ -248,26 +250,86 @@ def test_calibration_refuses_what_is_no_evidence(
     assert not (tmp_path / "o").exists()
 
 
-def test_calibration_goes_on_with_its_file_and_pairs_the_best(
+def calibrated(folder: Path, *given: str) -> int:
+    values = flags.FlagValues()
+    calibrate.define_flags(values)
+    return calibrate.main(values(["calibrate", f"--out_dir={folder}", *given]), values)
+
+
+def test_calibration_goes_on_with_its_files_and_pairs_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = []
 
     def measured(argv, values):
-        asked.append((values.suite, values.paired, values.resume))
+        asked.append((values.suite, values.paired, values.peers, values.isolate, values.resume))
         Path(values.json).write_text(json.dumps(to_json(made_run())))
         return 0
 
     monkeypatch.setattr(paged_decode, "main", measured)
     monkeypatch.setattr(paged_decode, "chosen_device", lambda name: torch.device("cuda", 0))
+    out = tmp_path / "out"
     for _ in range(2):
-        values = flags.FlagValues()
-        calibrate.define_flags(values)
-        argv = values(["calibrate", f"--out_dir={tmp_path / 'out'}"])
-        assert calibrate.main(argv, values) == 0
-    assert asked == [("evidence", "best", False), ("evidence", "best", True)]
+        assert calibrated(out, "--isolate", "--peer_paths=x=/x") == 0
+    evidence, grid = ("evidence", "best", "all", True), ("evidence_grid", None, "none", False)
+    assert asked == [(*evidence, False), (*grid, False), (*evidence, True), (*grid, True)]
     assert "StreamAttnEngine(phase_db=" in capsys.readouterr().out
-    assert len(EvidenceStore(tmp_path / "out" / "evidence").rows()) == 5
+    assert len(EvidenceStore(out / "evidence").rows()) == 5
+    # Cases that the user names are all that is measured.
+    for named in ("--suite=evidence_grid", "--suite=small_cuda", "--batch=4"):
+        asked.clear()
+        assert calibrated(tmp_path / named, named) == 0
+        assert [each[1:4] for each in asked] == [("best", "all", False)]
+
+
+def test_calibration_compiles_nothing_of_cells_that_were_not_all_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(argv, values):
+        if values.suite != "evidence":
+            return 130
+        Path(values.json).write_text(json.dumps(to_json(made_run())))
+        return 1
+
+    monkeypatch.setattr(paged_decode, "main", measured)
+    monkeypatch.setattr(paged_decode, "chosen_device", lambda name: torch.device("cuda", 0))
+    assert calibrated(tmp_path / "out") == 130
+    assert (tmp_path / "out" / "run.json").exists()
+    assert not (tmp_path / "out" / "phase_db").exists()
+
+
+def test_two_calibrations_do_not_share_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meanwhile = []
+
+    def measured(argv, values):
+        meanwhile.append(calibrated(tmp_path / "out"))
+        Path(values.json).write_text(json.dumps(to_json(made_run())))
+        return 0
+
+    monkeypatch.setattr(paged_decode, "main", measured)
+    monkeypatch.setattr(paged_decode, "chosen_device", lambda name: torch.device("cuda", 0))
+    assert calibrated(tmp_path / "out") == 0
+    assert meanwhile == [2, 2]
+    said = capsys.readouterr().err
+    assert "another calibration is at work there; wait for its end, or use another folder" in said
+
+
+def test_a_calibration_of_chosen_cases_does_not_drop_those_of_the_grid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(argv, values):
+        Path(values.json).write_text(json.dumps(to_json(made_run())))
+        return 0
+
+    monkeypatch.setattr(paged_decode, "main", measured)
+    monkeypatch.setattr(paged_decode, "chosen_device", lambda name: torch.device("cuda", 0))
+    assert calibrated(tmp_path / "out") == 0
+    before = (tmp_path / "out" / "phase_db" / "sm90.json").read_bytes()
+    assert calibrated(tmp_path / "out", "--suite=evidence") == 2
+    assert "has grid.json, which this run leaves out" in capsys.readouterr().err
+    assert (tmp_path / "out" / "phase_db" / "sm90.json").read_bytes() == before
 
 
 def test_a_run_that_was_interrupted_is_not_compiled(
@@ -332,3 +394,114 @@ def test_facts_of_a_native_kernel_are_those_of_the_library_or_an_error() -> None
 def test_our_routes_are_asked_for_their_kernels() -> None:
     torch_route = next(c for c in route_contenders() if c.name == "torch")
     assert torch_route.kernel(CASE, CPU) == ()
+
+
+def recorded(tmp_path: Path, data: object, *given: str) -> int:
+    """`record_evidence` on a run file that holds `data`; gives its status."""
+    raw = data if isinstance(data, bytes) else json.dumps(data).encode()
+    (tmp_path / "run.json").write_bytes(raw)
+    values = flags.FlagValues()
+    record_evidence.define_flags(values)
+    chosen = [f"--run={tmp_path / 'run.json'}", f"--evidence={tmp_path / 'evidence'}", *given]
+    argv = values(["record_evidence", *chosen])
+    return record_evidence.main(argv, values)
+
+
+def leaves(data: object, where: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The place of every value that JSON data holds; of a list the first and the last."""
+    if where:
+        yield where
+    entries: list[tuple[str | int, object]] = []
+    if isinstance(data, dict):
+        entries = list(data.items())
+    elif isinstance(data, list):
+        entries = [(index, data[index]) for index in sorted({0, len(data) - 1}) if data]
+    for key, entry in entries:
+        yield from leaves(entry, (*where, key))
+
+
+def edited(data: object, where: tuple[str | int, ...], value: object) -> object:
+    copy = json.loads(json.dumps(data))
+    *path, last = where
+    inner = copy
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ("cases.0.rows.0.check.max_bound", None, "check.max_bound=None: must be a number, as its"),
+        ("pairs.0.checks.1.rms_error", None, "check.rms_error=None: must be a number, as its"),
+        ("cases.0.rows.0.kind", 3, "kind=3: must be one of route, peer; use 'peer'"),
+        ("cases.0.rows.0.kind", ["route"], "kind=['route']: must be one of route, peer"),
+        ("cases.0.rows.0.contender", 3, "cases[0].rows[0].contender=3: must be a str"),
+        ("cases.0.rows.0.contender", {"a": 1}, "cases[0].rows[0].contender={'a': 1}: must be a s"),
+        (
+            "cases.0.case.batch",
+            10**9,
+            "batch=1000000000: must be an int in 1..1048576; use 1048576",
+        ),
+        ("cases.0.case.batch", 1e9, "batch=1000000000.0: must be an int in 1..1048576"),
+        ("cases.0.case.batch", "x", "batch='x': must be an int in 1..1048576"),
+        ("cases.0.rows.0.timing.samples_us.0", "x", "samples_us[0]='x': must be a finite number"),
+        ("cases.0.rows.0.timing.samples_us.0", 1e999, "samples_us[0]=inf: must be a finite number"),
+        ("cases.0.case.capacity", 1e999, "capacity='inf with longest length 4096, page_size=16'"),
+        ("environment.arch", 3, "environment.arch=3: must be a str"),
+        ("environment.sm_clock_mhz", "x", "environment.sm_clock_mhz='x': must be an int or None"),
+        ("pairs.0.first", None, "pairs[0].first=None: must be a str"),
+    ],
+)
+def test_an_edited_run_is_an_error_of_one_line_that_names_the_file(
+    where: str, value: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tuple(int(key) if key.isdigit() else key for key in where.split("."))
+    assert recorded(tmp_path, edited(to_json(made_run()), path, value)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("record_evidence: --run")
+    assert message in said
+    assert said.count("\n") == 1
+    assert "run.json" in said
+    assert "--resume" not in said
+    assert not (tmp_path / "evidence").exists()
+
+
+def test_a_run_file_that_is_no_text_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert recorded(tmp_path, b"{\n\x80") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"record_evidence: --run: {tmp_path / 'run.json'} is no file of this")
+    assert "line 2: byte 0x80 is no UTF-8" in said
+
+
+BAD_VALUES = (None, True, -1, 0, 10**9, 1e999, 10**400, "x", "\x00\ud800", [], {}, [[]], [3, "x"])
+
+
+def test_no_edit_of_a_run_file_ends_in_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads(json.dumps(to_json(made_run())))
+    rng = random.Random(0)
+    places = list(leaves(data))
+    assert len(places) > 200
+    for where in places:
+        value = rng.choice(BAD_VALUES)
+        status = recorded(tmp_path, edited(data, where, value), f"--cells={tmp_path / 'cells'}")
+        assert status in (0, 1, 2), (where, value)
+    capsys.readouterr()
+
+
+def test_calibration_names_its_own_flag_where_its_file_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(paged_decode, "chosen_device", lambda name: torch.device("cuda", 0))
+    (tmp_path / "run.json").write_text("{")
+    values = flags.FlagValues()
+    calibrate.define_flags(values)
+    assert calibrate.main(values(["calibrate", f"--out_dir={tmp_path}"]), values) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"calibrate: --out_dir: {tmp_path / 'run.json'} is no file of this")
+    assert "use another folder" in said

@@ -151,3 +151,18 @@ def test_bad_requests_of_a_draw_or_a_fit_are_named():
         KNOWN.generate(0, None)
     with pytest.raises(ValueError, match="trace='1 requests': needs 2 or more"):
         fit(Trace("one", "generic", (TraceRequest(0, 1, 1),)))
+
+
+@pytest.mark.parametrize(
+    "late", [10**15 + 1, 2**63, 10**22, 10**309, 10**5000], ids=lambda n: f"{n.bit_length()}_bits"
+)
+def test_a_gap_that_no_fit_holds_is_named(late):
+    requests = (TraceRequest(0, 1, 1), TraceRequest(5, 1, 1), TraceRequest(5 + late, 1, 1))
+    message = "fit: trace='gap before request 2': must be at most 1000000000000000 us, 30 years"
+    with pytest.raises(ValueError, match=message):
+        fit(Trace("slow", "generic", requests))
+
+
+def test_the_longest_gap_is_fitted():
+    fitted = fit(Trace("slow", "generic", tuple(TraceRequest(n, 1, 1) for n in (0, 5, 10**15 + 5))))
+    assert fitted.generate(10, 0).requests[-1].arrival_us <= 9 * 10**15

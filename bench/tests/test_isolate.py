@@ -1,9 +1,11 @@
 """Isolated workers: whatever a contender does to its process costs its row and nobody else's."""
 
+import dataclasses
 import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -12,13 +14,14 @@ import torch
 from stream_attention.bench import isolate
 from stream_attention.bench.campaign import Campaign, run_campaign
 from stream_attention.bench.cases import AttentionCase
+from stream_attention.bench.channel import Channel, Garbled
 from stream_attention.bench.contenders import Contender
 from stream_attention.bench.floor import ReadCurve, ReadPoint
 from stream_attention.bench.isolate import Isolation, Workers
 from stream_attention.bench.lengths import uniform
 from stream_attention.bench.pairs import Pairing
 from stream_attention.bench.runner import Settings
-from stream_attention.bench.worker_process import MODULE
+from stream_attention.bench.worker_process import MODULE, WorkerEnded
 
 CPU = torch.device("cpu")
 CURVE = ReadCurve((ReadPoint(1, 1e-3, "sum"),), "cpu_cold")
@@ -252,6 +255,83 @@ def test_a_warm_up_runs_every_distinct_tiny_case_and_its_crash_costs_no_row(peer
     assert seen.read_text().splitlines()[: len(tiny)] == tiny
 
 
+SLOW_WARM_UP = """
+import os, time
+from stream_attention.bench.contenders import peer
+from stream_attention.bench.peers.sdpa import build_gather
+
+seen = []
+
+def slow(seconds):
+    def build(case, pools, device):
+        if case.name not in seen:
+            seen.append(case.name)
+            time.sleep(seconds)
+        return build_gather(case, pools, device)
+    return build
+
+@peer("hang")
+def hang(case, pools, device):
+    if not os.path.exists("FOLDER/hung"):
+        open("FOLDER/hung", "w").close()
+        time.sleep(300)
+    return build_gather(case, pools, device)
+
+peer("steady")(slow(1.5))
+"""
+
+
+def warmed(peers, name, cases=CASES, **options):
+    """The seconds of a warm-up of one peer, and the first worker's state after it."""
+    (peers / "isolated_peers.py").write_text(SLOW_WARM_UP.replace("FOLDER", str(peers)))
+    isolation = Isolation(modules=("isolated_peers",), **options)
+    with Workers(isolation, CPU, SETTINGS, CURVE) as workers:
+        workers.start([name], cases)
+        alive = workers._slot(name).process is not None
+        return workers.spent.seconds["warm-up"], alive
+
+
+def test_a_peer_that_hangs_in_its_warm_up_costs_the_limit_on_one_case_of_it(peers):
+    seconds, alive = warmed(peers, "hang", warm_up_seconds=3.0)
+    assert 3 <= seconds < 20 and not alive
+    state = run(["hang"], warm_up=True, warm_up_seconds=3.0)  # it hangs no more
+    assert outcomes(state) == {"hang": ["ok", "ok"]}
+
+
+def test_a_warm_up_that_goes_on_is_not_cut_short(peers):
+    three = tuple(dataclasses.replace(CASES[0], num_qo_heads=heads) for heads in (1, 2, 4))
+    seconds, alive = warmed(peers, "steady", three, warm_up_seconds=4.0)
+    assert seconds > 4.5 and alive
+
+
+@pytest.mark.parametrize(("moves", "limit"), [(True, 0.6), (False, 0.2)])
+def test_a_request_is_limited_as_a_whole_and_by_its_steps(monkeypatch, moves, limit):
+    class Process:
+        channel = exit_fd = None
+        stepped = time.monotonic()
+
+        def reply(self, seconds):
+            self.stepped = time.monotonic() if moves else self.stepped
+
+        def timed_out(self, seconds):
+            return WorkerEnded(f"after {seconds}")
+
+    ended = []
+    monkeypatch.setattr(isolate, "wait_for_any", lambda processes, seconds: time.sleep(0.01))
+    with Workers(Isolation(), CPU, SETTINGS, CURVE) as workers:
+        slot = workers._slot("a")
+
+        def begin(slot):
+            slot.process = Process()
+
+        def done(slot, reply, reason):
+            ended.append(reason)
+            slot.process = None
+
+        workers._together([slot], begin, done, 0.6, 0.2)
+    assert ended == [f"after {limit}"]
+
+
 def test_no_more_workers_start_at_once_than_there_are_cpus(peers, monkeypatch):
     monkeypatch.setattr(isolate.os, "cpu_count", lambda: 2)
     isolation = Isolation(modules=(), warm_up=False)
@@ -260,6 +340,7 @@ def test_no_more_workers_start_at_once_than_there_are_cpus(peers, monkeypatch):
 
         class Process:
             channel = exit_fd = None
+            stepped = 0.0
 
             def reply(self, seconds):
                 return {} if len(running) >= 2 or not waiting else None
@@ -277,6 +358,18 @@ def test_no_more_workers_start_at_once_than_there_are_cpus(peers, monkeypatch):
         for slot in slots:
             slot.process = None
     assert max(most) == 2 and not waiting
+
+
+@pytest.mark.parametrize("line", [b"[" * 10**5, b'{"a":' * 10**5, b"3", b"{", b"\xff"])
+def test_a_line_that_is_no_message_is_garbled_whatever_it_is(line):
+    read_fd, write_fd = os.pipe()
+    channel = Channel(read_fd, write_fd)
+    writer = threading.Thread(target=os.write, args=(write_fd, line + b"\n"))
+    writer.start()
+    with pytest.raises(Garbled, match="not a message"):
+        channel.receive(5.0)
+    writer.join()
+    channel.close()
 
 
 def test_a_worker_whose_parent_has_gone_does_not_begin():

@@ -147,6 +147,13 @@ TWIN = {**DATA["cells"][0], "name": "twin"}
         (("cells", 2, "archs"), KeyError, r"cells\[2\].archs=None: is missing"),
         (("cells", 2, "archs"), ["sm_70"], "archs=.*must be one or more of sm_80, sm_90, sm_100"),
         (("cells", 2, "archs"), [], r"archs=\(\): must be one or more"),
+        (("cells", 2, "archs"), None, r"cells\[2\] '.*archs=None: must be one or more of sm_80"),
+        (("cells", 2, "archs"), 3, r"archs=3: must be one or more of sm_80"),
+        (("cells", 2, "archs"), "sm_90", r"archs='sm_90': must be one or more of sm_80"),
+        (("cells", 2, "archs"), [[]], r"archs=\(\[\],\): must be one or more of sm_80"),
+        (("cells", 2, "archs"), [{"a": 1}], r"archs=.*: must be one or more of sm_80"),
+        (("cells", 2, "baselines"), None, r"baselines=None: must be one or more of flashinfer"),
+        (("cells", 2, "baselines"), [[]], r"baselines=\(\[\],\): must be one or more of flash"),
         (("cells", 2, "kind"), "odd", "kind='odd': must be one of real, boundary, feature"),
         (("cells", 2, "name"), "", "name='': must be a str that is not empty"),
         (("cells", 2, "name"), DATA["cells"][3]["name"], "names must be unique"),
@@ -181,7 +188,7 @@ def test_faults_of_several_cells_are_reported_at_once():
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "cells.json: is no JSON object"),
+        (b"", "cells.json: is no JSON "),
         (b"\xff", "cells.json: is no UTF-8 text"),
         (b'{"schema": 1, "schema": 2}', "key 'schema' is given 2 times"),
     ],

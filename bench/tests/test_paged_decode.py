@@ -260,3 +260,13 @@ def test_help_shows_the_flags():
 
 def child_environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+
+
+def test_limits_of_isolated_workers_are_those_of_the_flags():
+    values = flags.FlagValues()
+    paged_decode.define_flags(values)
+    given = ["--device=cpu", "--isolate", "--case_seconds=1", "--start_seconds=2"]
+    job = paged_decode.resolve(values(["paged_decode", *given, "--warm_up_seconds=3"]), values)
+    limits = job.isolation
+    found = (limits.case_seconds, limits.start_seconds, limits.warm_up_seconds)
+    assert found == (1.0, 2.0, 3.0)

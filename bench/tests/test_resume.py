@@ -14,7 +14,7 @@ import pytest
 import torch
 from absl import flags
 
-from stream_attention.bench import paged_decode, results, resume
+from stream_attention.bench import json_text, paged_decode, results, resume
 from stream_attention.bench.cases import AttentionCase
 from stream_attention.bench.contenders import Contender
 from stream_attention.bench.floor import ReadCurve, ReadPoint
@@ -76,14 +76,39 @@ def test_everything_that_differs_is_named_at_once():
     assert "device=" in said and "commit=" in said and "command" not in said
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "stream_attention.bench/1"}'])
+BAD_FILES = [b"", b"{", b"[]", b'{"schema": "stream_attention.bench/1"}', b"\x80abc"]
+DEEP = [b"[" * count for count in (1000, 100_000)]
+DEEP += [b"[" * 1000 + b"]" * 1000, b'{"a":' * 1000 + b"1" + b"}" * 1000]
+
+
+def test_a_run_that_goes_on_began_when_the_file_says():
+    # Else rows that are kept would be rows of another time: evidence that supersedes itself.
+    earlier = earlier_run()
+    began = dataclasses.replace(earlier.environment, started_at="then", command="the first")
+    now = dataclasses.replace(environment(CPU), load_average=7.5)
+    earlier = dataclasses.replace(earlier, environment=began)
+    found = resume.continued(earlier, now, CASES[:1])
+    assert (found.started_at, found.command, found.load_average) == ("then", "the first", 7.5)
+    # With more cases floors are measured anew: its rows are other rows, and of another time.
+    assert resume.continued(earlier, now, CASES) is now
+    assert resume.continued(None, now, CASES) is now
+
+
+@pytest.mark.parametrize("text", [*BAD_FILES, *DEEP], ids=lambda text: repr(text[:9]))
 def test_a_file_of_something_else_is_refused_and_stays(tmp_path, text):
     path = tmp_path / "run.json"
-    path.write_text(text)
+    path.write_bytes(text)
     with pytest.raises(ValueError, match=r"is no file of this bench: .*; use another"):
         resume.load(path)
-    assert path.read_text() == text
+    assert path.read_bytes() == text
     assert resume.load(tmp_path / "absent.json") is None
+
+
+def test_what_is_too_deep_says_so_and_what_is_not_is_read(tmp_path):
+    with pytest.raises(ValueError, match="is nested too deeply, more than 64 levels"):
+        json_text.parse("[" * 65 + "]" * 65)
+    for text in ("[" * 64 + "]" * 64, "3", '{"a": [1, {"b": null}]}'):
+        assert json_text.parse(text) == json.loads(text)
 
 
 def call(*arguments):
@@ -139,7 +164,9 @@ def test_a_run_that_is_complete_makes_nothing_again(fakes, tmp_path):
     assert call(f"--json={path}", "--resume") == 0 and fakes["count"] == 16
     made = resume.load(path)
     assert call(f"--json={path}", "--resume") == 0 and fakes["count"] == 16
-    assert (resume.load(path).cases, resume.load(path).pairs) == (made.cases, made.pairs)
+    again = resume.load(path)
+    assert (again.cases, again.pairs) == (made.cases, made.pairs)
+    assert again.environment.started_at == made.environment.started_at
 
 
 def test_a_run_that_differs_ends_with_2_and_leaves_the_file(fakes, tmp_path, capsys):

@@ -221,6 +221,10 @@ def test_a_bad_value_of_json_is_named(read, change, message):
         ('{"timestamp": 1, "timestamp": 2}', "a key is given twice"),
         ("{}", "trace.jsonl:2: timestamp=None: is missing; the first line has it"),
         ("[" * 100_000, "trace.jsonl:2: line=.*is nested too deeply"),
+        (
+            '{"timestamp": 1e' + "9" * 30 + "}",
+            "trace.jsonl:2: line=.*: has a number whose exponent",
+        ),
         ('{"timestamp": ' + "9" * 5000 + "}", "trace.jsonl:2: line=.*: is no JSON"),
     ],
 )
@@ -262,12 +266,32 @@ def test_csv_and_json_of_one_trace_are_one(tmp_path_factory, rows):
     [
         ((), r"requests=\(\): must be a tuple of one TraceRequest"),
         ([TraceRequest(0, 1, 1)], "requests='list'"),
+        (5, "requests='int'"),
+        ((5,), "requests='tuple': must be a tuple of one TraceRequest"),
         ((TraceRequest(0, 0, 1),), "prompts ints >= 1"),
         ((TraceRequest(-1, 1, 1),), "arrivals and outputs must be ints >= 0"),
         ((TraceRequest(2, 1, 1), TraceRequest(1, 1, 1)), "must be in the order of arrival"),
         ((TraceRequest(0, 1, 1, (3,)),), "block_tokens=0: must be an int >= 0, and >= 1 beside"),
+        (
+            (TraceRequest(0, 1, 1, (-1,)),),
+            r"requests=-1: block_ids must be tuples of ints in 0\.\.",
+        ),
+        ((TraceRequest(0, 1, 1, (2**63,)),), r"requests=9223372036854775808: block_ids must be"),
+        ((TraceRequest(0, 1, 1, ("a",)),), r"requests='a': block_ids must be tuples of ints"),
+        ((TraceRequest(0, 1, 1, [3]),), r"requests=\[3\]: block_ids must be tuples of ints"),
     ],
 )
 def test_a_trace_that_is_made_is_checked(requests, message):
     with pytest.raises(ValueError, match=message):
         Trace("made", "generic", requests)
+
+
+@pytest.mark.parametrize("block", [-1, -(2**63), 2**63])
+def test_a_block_that_would_name_the_prefix_of_another_is_refused(read, block):
+    rows = [
+        {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": ids}
+        for ids in ([5, 2**63 - 1], [5, block])
+    ]
+    message = rf"trace\.jsonl:2: hash_ids=.*: block {block} must be an int in 0\.\.92233"
+    with pytest.raises(ValueError, match=message):
+        read(lines(rows), "trace.jsonl")

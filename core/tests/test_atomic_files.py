@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from stream_attention.core.atomic_files import replace_file, sync_folder
+from stream_attention.core.atomic_files import read_file, replace_file, sync_folder
 
 
 def failing(number):
@@ -84,3 +84,28 @@ def test_the_mode_is_that_of_the_umask_or_the_one_asked_for(tmp_path):
         assert os.umask(before) == 0o027
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("new", "own")]
     assert modes == [0o640, 0o600]
+
+
+def test_a_file_is_read_also_through_a_link(tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    assert read_file(tmp_path / "file") == read_file(tmp_path / "link") == b"content"
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "none")
+
+
+def test_what_is_no_file_is_not_read_and_nobody_waits(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name, said in (("pipe", "Is a pipe"), ("device", "Is a device"), ("", "Is a directory")):
+        with pytest.raises(OSError, match=f"{said}, must be a regular file"):
+            read_file(tmp_path / name)
+
+
+def test_a_pipe_that_comes_into_a_file_s_place_is_not_waited_for(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"content")
+    os.mkfifo(tmp_path / "pipe")
+    as_file = os.stat(tmp_path / "file")
+    monkeypatch.setattr(os, "stat", lambda path: as_file)
+    with pytest.raises(OSError, match="Is a pipe, must be a regular file"):
+        read_file(tmp_path / "pipe")

@@ -20,6 +20,17 @@ def test_fault_reads_as_a_sentence():
     assert str(Fault("layout", "x", "must be 'NHD'")) == "layout='x': must be 'NHD'"
 
 
+def test_a_long_value_is_cut_and_one_that_cannot_be_shown_is_told_by_its_type():
+    text = str(Fault("rows", ["x" * 1000] * 9, "must be numbers", 1))
+    assert text.startswith("rows=['xxx") and text.endswith("...: must be numbers; use 1")
+    assert len(text) == len("rows=") + 380 + len(": must be numbers; use 1")
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert str(Fault("a", deep, "must be 1")) == "a=<list too large to show>: must be 1"
+    assert str(Fault("a", 10**5000, "must be 1")) == "a=<int too large to show>: must be 1"
+
+
 def test_no_fault_raises_nothing():
     faults = Faults()
     assert faults.require(True, "a", 1, "must be 1")

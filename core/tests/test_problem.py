@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from stream_attention.core.errors import shown
 from stream_attention.core.problem import PROBLEM_RULES, AttentionProblem
 
 GOOD = {
@@ -155,7 +156,7 @@ def test_a_value_of_a_wrong_type_is_a_fault_and_not_a_crash():
 @pytest.mark.parametrize("name", ["sm_scale", "logits_soft_cap"])
 def test_a_number_that_float32_cannot_hold_is_a_fault(name, value):
     with pytest.raises(
-        ValueError, match=rf"{name}={re.escape(repr(value))}: must be .*that float32 can hold"
+        ValueError, match=rf"{name}={re.escape(shown(value))}: must be .*that float32 can hold"
     ):
         AttentionProblem(**{**GOOD, name: value})
 

@@ -78,6 +78,8 @@ def test_a_missing_package_is_a_reason():
     [
         ("", "is not understood"),
         ("[]", "is not understood"),
+        ("[" * 200_000, "is not understood: ValueError('is nested too deeply"),
+        ('{"format": 1, "format": 1}', "key 'format' is given 2 times"),
         ("{}", "is not understood: KeyError"),
         ({"format": 2, "kernels": {}}, "has format 2, this core reads 1"),
         ({"format": 1, "kernels": {}}, "names no kernel"),

@@ -558,6 +558,10 @@ def test_a_misspelt_option_is_named():
     for call in (stream_attn.decode, stream_attn.attention, StreamAttnEngine().plan):
         with pytest.raises(TypeError, match="unexpected keyword argument 'windw_left'"):
             call(q, cache, windw_left=3)
+    batch = StreamAttnEngine().plan_batch
+    for name in ("windw_left", "max_qo_len", "flags"):  # the last two are the plan's own
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; the nearest"):
+            batch(q, cache, [1], **{name: 3})
 
 
 def test_bad_calls_leave_inputs_and_later_calls_alone():

@@ -78,7 +78,7 @@ def test_the_command_writes_a_database_an_architecture_and_says_what_it_decided(
         "model sm90_decode, ",
         "regret among ours: calibration: 0.00% over",
         "hold-out: ",
-        "leave one out: 0.00% over 5 cells",
+        "leave one out: 0.00% over 3 cells, 2 outside",
         "sm_100 (no evidence): 6 cells: 0 native, 0 portable, 0 external, 6 unresolved",
     ):
         assert words in done.stdout, words
@@ -110,6 +110,9 @@ def test_the_same_evidence_gives_the_same_bytes(folders, capsys):
         (lambda path: (path / "cells.json").unlink(), "No such file"),
         (lambda path: (path / "cells.json").write_text("{"), "cells.json: is no JSON"),
         (lambda path: (path / "cells.json").write_text("[]"), "schema=None"),
+        (lambda path: (path / "cells.json").write_text("[" * 200_000), "cells.json: is nested"),
+        (lambda path: (path / "cells.json").write_text('{"a":' * 2000), "cells.json: is nested"),
+        (lambda path: (path / "cells.json").write_bytes(b"\xff"), "cells.json: is no JSON ("),
         (lambda path: (path / "out").rmdir(), "--output_dir="),
         (lambda path: (path / "evidence" / "sm_90-x.jsonl").write_text("{}"), "sm_90-x.jsonl"),
         (
@@ -165,3 +168,70 @@ def test_requests_that_are_wrong_are_all_named(changes, words):
     with pytest.raises(ValueError, match=r"mine\.json: 1 bad cells\n  cells\[1\]: ") as raised:
         cell_requests.loads(json.dumps(plain), "mine.json")
     assert words in str(raised.value)
+
+
+def written(folder):
+    return {name: (folder / "out" / name).read_bytes() for name in os.listdir(folder / "out")}
+
+
+@pytest.mark.parametrize("commit", ["", "0123456", "HEAD", "f" * 39, "F" * 40, "files-" + "f" * 64])
+def test_a_commit_that_names_none_is_refused_and_nothing_is_written(folders, capsys, commit):
+    assert main(arguments(folders)) == 0
+    before = written(folders)
+    assert main(arguments(folders, f"--commit={commit}")) == UNUSABLE
+    said = capsys.readouterr().err
+    assert f"--commit={commit!r}: must be 40 hexadecimal digits: of git, or behind files-" in said
+    assert written(folders) == before
+
+
+@pytest.mark.parametrize("commit", ["f" * 40, "files-" + "f" * 40])
+def test_a_commit_of_no_row_writes_no_empty_databases_over_good_ones(folders, capsys, commit):
+    assert main(arguments(folders)) == 0
+    before = written(folders)
+    assert main(arguments(folders, f"--commit={commit}")) == UNUSABLE
+    said = capsys.readouterr().err
+    assert "nothing is written: 2 faults" in said
+    assert f"commit={commit!r}: none of the 1 rows of sm_80 counts (other_commit 1)" in said
+    assert "none of the 22 rows of sm_90 counts (other_commit 22, method 1, implausible 1)" in said
+    assert f"of commit {good_row().commit}" in said and "sm_100" not in said
+    assert written(folders) == before
+
+
+def test_a_commit_of_one_architecture_alone_is_refused_for_the_other(folders, capsys):
+    files = "files-" + "f" * 40
+    EvidenceStore(folders / "evidence").append([good_row(CELLS[0], "triton", commit=files)])
+    assert main(arguments(folders, f"--commit={files}")) == UNUSABLE
+    said = capsys.readouterr().err
+    assert "rows of sm_80" in said and "rows of sm_90" not in said and written(folders) == {}
+
+
+def test_rows_of_which_none_counts_are_no_database_either(tmp_path, capsys):
+    EvidenceStore(tmp_path / "evidence").append([good_row(CELLS[0], command="")])
+    (tmp_path / "cells.json").write_text(cell_requests.dumps(REQUESTS))
+    (tmp_path / "out").mkdir()
+    assert main(arguments(tmp_path)) == UNUSABLE
+    assert "none of the 1 rows of sm_90 counts (command 1)" in capsys.readouterr().err
+    assert written(tmp_path) == {}
+
+
+def test_rows_of_cells_that_nobody_asked_for_are_let_alone(folders, capsys):
+    EvidenceStore(folders / "evidence").append(
+        [good_row(good_cell((7,)), "sm80_decode", arch="sm_100")]
+    )
+    assert main(arguments(folders)) == 0
+    assert load(folders / "out" / "sm100.json").environment is None
+    assert main(arguments(folders, f"--commit={good_row().commit}")) == UNUSABLE
+    assert "rows of sm_100 counts (cell 1)" in capsys.readouterr().err
+
+
+def test_paths_are_relative_to_where_the_user_stands(folders, monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folders))
+    monkeypatch.chdir(tmp_path_factory.mktemp("runfiles"))
+    assert main(["evidence", "--cells=cells.json", "--output_dir=out"]) == 0
+    assert sorted(written(folders)) == FILES
+
+
+@pytest.mark.parametrize("name", ["weight", "tie_margin"])
+def test_a_number_that_no_float_holds_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=rf"{name}=1000*\.\.\.: must be a number"):
+        CellRequest(cell=CELLS[0], name="cell", baselines=(), **{name: 10**400})

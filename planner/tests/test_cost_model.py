@@ -265,3 +265,10 @@ def test_non_negative_least_squares_meet_the_conditions_of_a_minimum(seed, colum
     # No column that is out would lower the squares, and those that are in have no slope left.
     assert gains.max() < 1e-5
     assert abs(gains[found > 0]).max(initial=0) < 1e-5
+
+
+def test_no_model_says_that_what_was_measured_takes_no_time():
+    # Only `log2_splits` lowers the squares, which is 0 with 64 requests.
+    times = {1: 100.0, 64: 1000.0, 4: 1.0}
+    measured = [Measured(good_cell((1024,) * n), f"row{n}", us) for n, us in times.items()]
+    assert fit("triton", "portable", measured) is None

@@ -1,5 +1,7 @@
 """What an engine takes for `phase_db`, what it says of bad ones, and what a pickle keeps of it."""
 
+import array
+import collections
 import copy
 import dataclasses
 import json
@@ -103,7 +105,13 @@ def a_folder(path):
     path.mkdir()
 
 
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 BAD = {
+    "pipe": (a_pipe, "cannot be read: Is a pipe, must be a regular file"),
     "gone": (os.unlink, "cannot be read: No such file or directory"),
     "folder": (a_folder, "cannot be read: Is a directory"),
     "edited": (edited, "sha256="),
@@ -111,7 +119,7 @@ BAD = {
     "empty": (lambda p: p.write_text(""), "is no JSON"),
     "binary": (lambda p: p.write_bytes(b"\xff\xfe\x00"), "can't decode byte 0xff"),
     "a list": (lambda p: p.write_text("[]"), "must be a JSON object"),
-    "deep": (lambda p: p.write_text("[" * 200_000), "maximum recursion depth"),
+    "deep": (lambda p: p.write_text("[" * 200_000), "is nested too deeply"),
     "other schema": (of_another_schema, "schema='stream_attention.phase_db/9'"),
 }
 
@@ -140,9 +148,18 @@ def test_every_fault_of_every_database_is_named_at_once(path, database):
         assert rule in lines
 
 
-@pytest.mark.parametrize("value", [3, True, False, b"x.json", {"a": 1}, {1}, object()])
+NO_DATABASES = [
+    *(3, True, False, b"x.json", {"a": 1}, {1}, object(), range(0), range(2), memoryview(b"")),
+    *(bytearray(), array.array("b"), collections.deque(), iter(()), {}, set(), frozenset()),
+    *(torch.zeros(0), collections.UserList(), (each for each in ())),
+]
+
+
+@pytest.mark.parametrize("value", NO_DATABASES, ids=lambda value: type(value).__name__)
 def test_what_is_no_database_is_refused(value):
-    with pytest.raises(ValueError, match=r"must be None .the shipped ones., a path, a PhaseD"):
+    with pytest.raises(
+        ValueError, match=r"phase_db=.*: must be None .the shipped ones., a path, a Ph"
+    ):
         StreamAttnEngine(phase_db=value)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stream_attention.core.errors import shown
 from stream_attention.planner.cells import MAX_REQUESTS, Cell, cell_from_plain
 from stream_attention.planner.evidence import (
     OUTCOMES,
@@ -180,6 +181,10 @@ def test_lengths_are_kept_as_runs_and_each_order_is_its_own_cell():
     ("changes", "said"),
     [
         ({"problem": None}, "problem=None: must be an AttentionProblem"),
+        (
+            {"problem": dataclasses.replace(good_cell().problem, num_qo_heads=8 * 10**308)},
+            "problem=.*must have ints of 64 bits alone",
+        ),
         ({"qo_lens": [1, 1]}, "qo_lens=.*must be a tuple of ints"),
         ({"qo_lens": (2, 0)}, "none above max_qo_len"),
         ({"qo_lens": (1, 0)}, "sum to problem.total_qo_len"),
@@ -266,8 +271,10 @@ BAD_FIELDS = [
     (good_row, "correctness", 1, "must be a Correctness, or None"),
     (good_row, "timing", (1.0,), "must be a Samples, or None"),
     (good_row, "floor_us", "1", "must be a number, or None"),
-    (good_row, "timed_allocations", -1, "must be an int >= 0, or None"),
-    (good_row, "workspace_bytes", 1.5, "must be an int >= 0, or None"),
+    (good_row, "timed_allocations", -1, "must be an int >= 0 of 64 bits, or None"),
+    (good_row, "workspace_bytes", 1.5, "must be an int >= 0 of 64 bits, or None"),
+    (good_row, "workspace_bytes", 2**63, "must be an int >= 0 of 64 bits, or None"),
+    (good_row, "floor_us", 10**310, "must be a number, or None"),
     (good_row, "commit", None, "must be a string"),
     (good_row, "command", None, "must be a string"),
     (good_row, "taken_at", 0, "must be a string"),
@@ -279,11 +286,15 @@ BAD_FIELDS = [
     (good_fingerprint, "driver", "", "must be a non-empty string, or None"),
     (good_fingerprint, "num_sms", 0, "must be an int >= 1"),
     (good_fingerprint, "l2_bytes", -1, "must be an int >= 0"),
-    (good_fingerprint, "sm_clock_mhz", 1.5, "must be an int >= 1, or None"),
+    (good_fingerprint, "sm_clock_mhz", 1.5, "must be an int >= 1 of 64 bits, or None"),
     (good_correctness, "max_error", "0", "must be a number, or None"),
     (good_correctness, "rows_checked", -1, "must be an int >= 0"),
     (good_correctness, "tolerance", None, "must be a string"),
     (good_samples, "samples_us", [1.0], "must be a tuple of numbers"),
+    (good_samples, "samples_us", (1.0, 10**400), "must be a tuple of numbers"),
+    (good_samples, "samples_us", (-(10**5000),), "must be a tuple of numbers"),
+    (good_correctness, "rms_bound", 10**400, "must be a number, or None"),
+    (good_fingerprint, "l2_bytes", 10**400, "must be an int >= 0 of 64 bits"),
     (good_samples, "samples_us", (True,), "must be a tuple of numbers"),
     (good_samples, "method", "", "must be a non-empty string"),
     (good_samples, "num_pools", 0, "must be an int >= 1"),
@@ -294,7 +305,7 @@ BAD_FIELDS = [
 def test_a_record_of_a_wrong_form_cannot_be_made(make, field, value, said):
     with pytest.raises(ValueError) as caught:
         dataclasses.replace(make(), **{field: value})
-    assert f"{field}={value!r}: " in str(caught.value) and said in str(caught.value)
+    assert f"{field}={shown(value)}: " in str(caught.value) and said in str(caught.value)
 
 
 def test_a_row_of_nan_is_kept_and_has_an_id():

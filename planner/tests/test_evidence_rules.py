@@ -28,6 +28,7 @@ from stream_attention.planner.evidence_testing import (
     lost_row,
 )
 
+LARGE = good_cell((4096,) * 16)
 NOW = datetime.datetime(2025, 2, 1, tzinfo=datetime.timezone.utc)
 GOOD = [
     good_row(),
@@ -182,16 +183,53 @@ BAD = [
         "must be the same for both",
     ),
     ("pair_unlike", good_pair(second_timing=good_samples(9.0, num_pools=129)), {}, "129"),
+    (
+        "warm_rotation",
+        good_row(**samples(num_pools=127), **facts(l2_bytes=0)),
+        {},
+        "fit into 0 of L2",
+    ),
     ("floor", good_row(floor_us=None), {}, "floor_us=None: must be the time to read"),
     ("floor", good_row(floor_us=0.0), {}, "floor_us=0.0"),
     ("floor", good_row(floor_us=math.nan), {}, "floor_us=nan"),
-    ("floor", good_row(floor_us=math.inf, **samples(1e9)), {}, "floor_us=inf"),
+    ("floor", good_row(floor_us=math.inf, **samples(9e8)), {}, "floor_us=inf"),
+    ("time_range", good_row(**samples(2e9)), {}, "samples_us=[1976000000.0, 1"),
+    ("time_range", good_row(floor_us=9e-4, **samples(9e-4)), {}, "floor_us=0.0009: must be in"),
+    ("time_range", good_row(floor_us=9e-4), {}, "must be in 0.001..1e+09 microseconds"),
+    ("time_range", good_row(floor_us=1e-3, **samples(9e-4)), {}, "timing.samples_us=[0.0008"),
+    ("time_range", lost_row(floor_us=1.1e9), {}, "floor_us=1100000000.0"),
+    ("time_range", lost_row(floor_us=math.nan), {}, "floor_us=nan: must be in 0.001"),
+    ("time_range", good_pair(second_timing=good_samples(1e-300)), {}, "second_timing.samples_us"),
     ("implausible", good_row(floor_us=20.0, **samples(9.9)), {}, "takes more than 10, its floor"),
     (
         "implausible",
         good_row(route="torch", arch="cpu", floor_us=200.0, **samples(19.0, arch="cpu")),
         {},
         "takes more than 20",
+    ),
+    # 256 MiB, of which 60 may lie in L2, and a floor that is as absurd as the time.
+    (
+        "beyond_roofline",
+        good_row(LARGE, p50_us=38.0, **facts(device="NVIDIA H200", l2_bytes=1 << 62)),
+        {},
+        "timing.p50_us=38.0: memory of NVIDIA H200 alone takes 41.6",
+    ),
+    (
+        "beyond_roofline",
+        good_row(LARGE, p50_us=38.0, **facts(device="NVIDIA H200")),
+        {},
+        "timing.p50_us=38.0: memory of NVIDIA H200 alone takes 41.6",
+    ),
+    (
+        "beyond_roofline",
+        good_pair(
+            LARGE,
+            second_timing=good_samples(38.0),
+            first_timing=good_samples(50.0),
+            **facts(device="NVIDIA H200"),
+        ),
+        {},
+        "second_timing.p50_us=38.0",
     ),
     ("bound_missing", good_row(**checked(max_bound=None)), {}, "correctness.max_bound=None"),
     ("bound_missing", good_row(**checked(rms_bound=math.nan)), {}, "rms_bound=nan"),
@@ -275,6 +313,8 @@ def test_a_context_of_a_wrong_form_cannot_be_made(field, value):
 SHORT = good_cell((64,))
 LATER = "2025-01-02T03:04:06Z"
 FLOOR = good_row(SHORT, "triton", 9.0)
+LOW = good_row(route="torch", floor_us=5.0)
+HIGH, LOST = good_row(route="triton", floor_us=11.0), lost_row(floor_us=11.0)
 # (rule, rows, what the message says)
 BAD_SETS = [
     ("empty", [], "none counts"),
@@ -291,6 +331,11 @@ BAD_SETS = [
         [good_row(), good_row(SHORT, "triton", versions=(("torch", "1"),))],
         "versions=['1', '2.13.0']: torch: must be one in a set",
     ),
+    (
+        "mixed_roles",
+        [good_row(route="triton"), good_row(SHORT, "triton", role="external")],
+        "role=['external', 'portable']: triton: must be one in a set",
+    ),
     ("duplicate_ids", [good_row(), good_row()], "is there 2 times: a row counts once"),
     ("measured_twice", [good_row(), good_row(taken_at=LATER)], "sm90_decode on cell 60d0fd"),
     (
@@ -299,6 +344,14 @@ BAD_SETS = [
         "torch and triton on cell",
     ),
     ("measured_twice", [lost_row(), lost_row(reason="other")], "nobody said which row counts"),
+    ("floors_differ", [good_row(), LOW], "floors of rows "),
+    ("floors_differ", [LOW, good_row(), good_pair()], "must be within 2x; use one run of all"),
+    ("floors_differ", [good_row(), lost_row(floor_us=24.0)], "us=[10.388608, 24.0]"),
+    ("row_implausible", [good_row(route="torch", floor_us=9.0, **samples(5.0)), HIGH], "=5.0: re"),
+    ("row_implausible", [HIGH, good_row(route="torch", floor_us=9.0, **samples(5.0))], "5.5, its"),
+    ("row_implausible", [good_row(route="torch", floor_us=9.0, **samples(5.0)), LOST], "is 11"),
+    ("pair_implausible", [HIGH, good_row(), good_pair(second_us=5.4, ratio=1.1)], "floor is 11"),
+    ("pair_implausible", [good_row(), HIGH, good_pair(second_us=5.4, ratio=1.1)], "floor is 11"),
     ("pair_implausible", [FLOOR, good_pair(SHORT, second_us=0.5)], "second_timing.p50_us=0.5"),
     ("pair_implausible", [FLOOR, good_pair(SHORT, ratio=0.01, second_us=9.0)], "first_timing"),
 ]
@@ -352,3 +405,27 @@ def test_a_row_of_a_file_is_judged_as_the_one_that_was_written():
         again = row_from_plain(plain_of(row))
         found = refusals(again, Context(now=NOW, **context))
         assert {refusal.rule for refusal in found} == {name}
+
+
+def test_floors_of_one_cell_may_differ_by_two_and_on_a_cpu_by_ten():
+    row = good_row(route="torch", floor_us=5.5)
+    assert check_set([HIGH, row], Context(now=NOW)).refusals == ()
+    (slow, fast) = (
+        good_row(route=route, arch="cpu", floor_us=floor, **samples(40.0, arch="cpu"))
+        for route, floor in (("torch", 100.0), ("triton", 10.0))
+    )
+    assert check_set([slow, fast], Context(now=NOW)).refusals == ()
+
+
+def test_floors_of_two_cells_or_environments_are_held_apart():
+    other = good_row(good_cell((64, 64)), route="torch", floor_us=2.0)
+    assert check_set([HIGH, other], Context(now=NOW)).refusals == ()
+    elsewhere = good_row(route="torch", floor_us=2.0, **facts(driver="9"))
+    verdict = check_set([HIGH, elsewhere], Context(now=NOW))
+    assert [refusal.rule for refusal in verdict.refusals] == ["mixed_environments"]
+
+
+@pytest.mark.parametrize("floor_us", [1e-3, 1e9])
+def test_the_ends_of_the_range_of_times_count(floor_us):
+    timing = good_samples(samples_us=(floor_us,) * 25)
+    assert refusals(good_row(floor_us=floor_us, timing=timing), Context(now=NOW)) == ()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import hashlib
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -148,6 +150,69 @@ def drop_line(path):
 def to_folder(path):
     path.unlink()
     path.mkdir()
+
+
+def to_pipe(path):
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def to_socket(path):
+    path.unlink(missing_ok=True)
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
+KINDS = [
+    (to_pipe, "Is a pipe, must be a regular file"),
+    (to_socket, "Is a socket, must be a regular file"),
+    (lambda path: (path.unlink(missing_ok=True), path.mkdir()), "Is a directory, must be a regu"),
+    (lambda path: (path.unlink(missing_ok=True), path.symlink_to("/dev/zero")), "Is a device, m"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), KINDS)
+@pytest.mark.parametrize("place", ["listed", "new", "index.json"])
+def test_what_is_no_regular_file_is_refused_by_name_and_nobody_waits(store, damage, said, place):
+    name = {"listed": names(store)[0], "new": f"sm_90-{'0' * 16}.jsonl"}.get(place, place)
+    damage(store.path / name)
+    with pytest.raises(EvidenceStoreError) as caught:
+        EvidenceStore(store.path).rows()
+    assert name in str(caught.value) and said in str(caught.value)
+
+
+@pytest.mark.parametrize(("damage", "said"), KINDS)
+def test_what_is_no_regular_file_is_not_written_over(store, tmp_path, damage, said):
+    name = EvidenceStore(tmp_path / "other").append([good_row(route="torch")])
+    damage(store.path / name)
+    with pytest.raises(EvidenceStoreError, match=f"{name}.*{said}.*rows are not in the store"):
+        store.append([good_row(route="torch")])
+
+
+def test_a_file_named_after_another_architecture_is_not_adopted(store):
+    name = names(store)[0]
+    other = name.replace("sm_90", "sm_80")
+    said = f"{other}: .*is named after 'sm_80', and has rows of 'sm_90'"
+    (store.path / name).rename(store.path / other)
+    with pytest.raises(EvidenceStoreError, match=said):
+        store.rows()
+    store.append([good_row(route="torch")])
+    index = json.loads((store.path / INDEX).read_text())
+    assert other not in index["files"]
+    index["files"][other] = index["files"].pop(name)  # as a version that adopted it wrote
+    (store.path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(EvidenceStoreError, match=said):
+        store.files()
+
+
+def test_a_row_without_a_text_is_refused_by_its_place(tmp_path):
+    row = good_row(route="torch")
+    for value in (10**400, 10**5000):
+        for name in ("floor_us", "workspace_bytes"):
+            made = dataclasses.replace(row)
+            object.__setattr__(made, name, value)  # as no constructor lets it be
+            with pytest.raises(ValueError, match=r"^(rows\[1\]: has no text|line 2: )"):
+                EvidenceStore(tmp_path / "evidence").append([good_row(), made])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

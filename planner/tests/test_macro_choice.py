@@ -308,3 +308,24 @@ def test_what_a_graph_can_hold_goes_first_on_cuda(monkeypatch):
     assert "of 2 macro plans that a CUDA graph can hold" in plan.reason
     lost = plan.info.fallback_reasons[0]
     assert lost.startswith("macro(phases): legal, but cannot be captured in a CUDA graph")
+
+
+def test_what_cannot_win_by_its_launches_alone_is_not_built(monkeypatch):
+    from stream_attention.core.device import DeviceFacts
+    from stream_attention.planner import macro_plan
+
+    facts = DeviceFacts(
+        type="cuda", name="NVIDIA H200", compute_capability=(9, 0), num_sms=132, l2_bytes=60 << 20
+    )
+    monkeypatch.setattr(macro_plan, "device_facts", lambda device: facts)
+    for us, is_built in ((1.7, False), (1.8, True)):  # two launches take 1.77 us
+        fake, record = route("mixes", lambda p, d, us=us: us if not p.uniform else us / 4)
+        plan = engine_of(record).plan_batch(queries(), paged(), LENS, macro="auto")
+        assert plan.route == "macro(unified): mixes"
+        lost = plan.info.fallback_reasons[0]
+        assert (len(fake.built) > 1) == is_built
+        if not is_built:
+            assert lost == (
+                "macro(phases): not built: lower bound 1.77 us by launches of NVIDIA H200: "
+                "macro(unified) takes 1.70 us"
+            )

@@ -97,6 +97,33 @@ def the_nearest_rows_come_first_and_are_few(index):
     assert one(index, cell(5, 4096), [model(cells=cells)]).rows[0] == "row1"
 
 
+def places_that_differ_in_a_shared_feature_alone_are_ordered_by_it(index):
+    cells = [cell(4, 4096), cell(6, 4096), cell(5, 4096), cell(3, 4096), cell(16, 4096)]
+    found = one(index, cell(5, 4096), [model(cells=cells)])
+    assert found.rows == ("row2", "row1", "row0")
+
+
+def near_in_one_shared_feature_and_far_in_another_is_not_near(index):
+    few, many = (cell(4, 4096, num_qo_heads=heads) for heads in (32, 256))
+    found = one(index, cell(4, 4096, num_qo_heads=96), [model(cells=[few, many, cell(8, 4096)])])
+    assert not found.inside and "within the measured ranges" in found.why_outside
+
+
+def no_more_than_the_nearest_four_correct(index):
+    known = model(cells=[cell(4, each) for each in (4096, 4352, 4608, 4864, 5120, 5376)])
+
+    def asked(**ratios):
+        points = [
+            dataclasses.replace(p, ratio=ratios.get(f"of_{p.features[1]:.0f}", 1.0))
+            for p in known.points
+        ]
+        return one(index, cell(4, 4096), [dataclasses.replace(known, points=tuple(points))]).us
+
+    plain = asked()
+    assert asked(of_4864=5.0) > plain * 1.001  # the fourth
+    assert asked(of_5120=5.0) == asked(of_5376=5.0) == plain
+
+
 def the_fastest_comes_first_and_ties_go_by_role_and_name(index):
     models = [
         model("torch", "portable", 1.0),
@@ -160,12 +187,36 @@ def each_route_is_near_its_own_rows_alone(index):
     assert (native.rows, portable.rows) == (("row0",), ("other0",))
 
 
+def what_is_no_time_is_no_estimate(index):
+    known, asked = model(), cell(4, 4096)
+    for coefficient, us in ((1e308, "inf"), (5e-324, "0")):
+        coefficients = (coefficient, *[0.0] * (len(known.features) - 1))
+        points = [dataclasses.replace(p, ratio=max(coefficient, 0.1)) for p in known.points]
+        off = dataclasses.replace(known, coefficients=coefficients, points=tuple(points))
+        found = one(index, asked, [off])
+        assert not found.inside and found.rows == ()
+        assert found.why_outside == f"its model says {us} us there, which is no time"
+
+
+def places_of_other_routes_do_not_crowd_out_its_own(index):
+    tokens = (4096, 4352, 4608, 4864, 5120, 5376)
+    many = model(cells=[cell(4, each) for each in tokens])
+    cells = [cell(4, 2048), cell(4, 5376), cell(4, 65536)]
+    few = model("triton", "portable", 2.0, cells, "other")
+    alone = one(index, cell(4, 4096), [few])
+    assert alone.inside and alone.rows == ("other1", "other0")
+    _, beside = index.ModelIndex([many, few]).lookup(cell(4, 4096).problem)
+    assert beside == alone
+
+
 SCENARIOS = [
     each
     for each in list(globals().values())
     if isinstance(each, types.FunctionType) and each.__code__.co_varnames[:1] == ("index",)
 ]
 EQUIVALENT = {
+    "1024": "how many groups are remembered changes no estimate",
+    "len(self._known) >= MOST_KNOWN": "nor does when they are forgotten",
     "0.0": "an offset of all distances",
     "1.0": "only an empty cell has a size below 1, and it has no time to be fitted",
 }

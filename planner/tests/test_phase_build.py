@@ -29,7 +29,7 @@ from stream_attention.planner.phase_db import loads
 
 NATIVE, PORTABLE, PEER, OTHER = "sm90_decode", "triton", "flashinfer_xqa", "flashinfer_fa3"
 LATER = "2025-01-03T00:00:00Z"
-CELLS = [good_cell((1024 << step,) * batch) for batch in (1, 4, 16) for step in (0, 2, 4)]
+CELLS = [good_cell((1024 << step,) * batch) for batch in (1, 4, 16) for step in (0, 1, 2)]
 REQUESTS = [
     CellRequest(cell=cell, name=f"cell {index}", baselines=(PEER, OTHER))
     for index, cell in enumerate(CELLS)
@@ -129,8 +129,26 @@ def rows_of_two_sources_do_not_count_together(build):
     other = good_row(CELLS[0], NATIVE, 5.0, commit="f" * 40, taken_at=LATER)
     with pytest.raises(ValueError, match="mixed_commits"):
         compiled([other, *EVERY], build=build)
+    same_time = good_row(CELLS[0], NATIVE, 5.0, commit="f" * 40)  # breaks a rule of its cell too
+    with pytest.raises(ValueError, match=r"(?s)mixed_commits.*measured_twice"):
+        compiled([same_time, *EVERY], build=build)
     database = compiled([other, *EVERY], build=build, context=Context(commit=COMMIT))
     assert "other_commit" in refused(database)[other.id] and database.commit == COMMIT
+
+
+def an_absurd_floor_hides_no_absurd_time_and_costs_its_cell_alone(build):
+    liar = good_row(CELLS[0], OTHER, 0.01, floor_us=0.01)
+    others = [row for row in EVERY if row.id != lost_row(CELLS[0], OTHER).id]
+    database = compiled([*others, liar], build=build)
+    assert set(refused(database)) == {row.id for row in (*rows_of(CELLS[0])[:3], liar)} | {
+        good_pair(CELLS[0], NATIVE, PEER, 0.9).id
+    }
+    said = refused(database)[liar.id]
+    assert "floors_differ: floor_us=" in said and "row_implausible: " in said
+    statuses = [each.status for each in database.cells]
+    assert statuses.count("unresolved") == 1 and cell_of(database).status == "unresolved"
+    alone = compiled([good_row(CELLS[0], NATIVE, 9.0), liar], build=build)
+    assert alone.environment is None and len(alone.refused) == 2
 
 
 def other_architectures_have_their_own_database(build):
@@ -169,7 +187,9 @@ def cells_are_held_out_by_their_content(build):
 def regret_is_of_ours_and_of_all(build):
     database = compiled(build=build, hold_out_share=0.5, salt="a")
     for summary in (database.own_regret, database.all_regret):
-        assert summary.leave_one_out.num_cells == len(CELLS)
+        # The least and the most bytes are outside of what the others measured.
+        assert summary.leave_one_out.num_cells == len(CELLS) - 2
+        assert summary.leave_one_out.num_outside == 2
         sides = summary.calibration.num_cells + summary.calibration.num_outside
         held = summary.hold_out.num_cells + summary.hold_out.num_outside
         assert sides == sum(not each.hold_out for each in database.cells)
@@ -229,26 +249,26 @@ def regret_is_what_the_models_choice_costs(regret):
     # In this cell the truth is another than the models': they take native, portable is faster.
     odd = judged_of(regret, CELLS[0], {NATIVE: 20.0, PORTABLE: 16.0, PEER: 10.0}, "odd", 3.0)
     fine = judged_of(regret, CELLS[1], {NATIVE: 8.0, PORTABLE: 9.0, PEER: 10.0}, "fine", 1.0)
-    own = regret.regrets([odd, fine], models, with_peers=False).calibration
+    own = regret.regrets([odd, fine], models)[0].calibration
     assert (own.num_cells, own.num_outside, own.worst_cell) == (2, 0, "odd")
     assert own.worst == pytest.approx(0.25)
     assert own.geometric_mean == pytest.approx(1.25**0.75 - 1)
-    every = regret.regrets([odd, fine], models, with_peers=True).calibration
+    every = regret.regrets([odd, fine], models)[1].calibration
     assert every.worst == pytest.approx(1.0)
 
 
 def cells_that_no_model_is_inside_of_are_counted_apart(regret):
     models = regret.models_of(seen(regret))
     far = judged_of(regret, good_cell((1 << 17,) * 64), {NATIVE: 900.0, PORTABLE: 800.0})
-    found = regret.regrets([far], models, with_peers=False).calibration
+    found = regret.regrets([far], models)[0].calibration
     assert (found.num_cells, found.num_outside, found.worst) == (0, 1, None)
 
 
 def where_there_is_one_route_there_is_no_choice(regret):
     models = regret.models_of(seen(regret))
     alone = judged_of(regret, CELLS[0], {NATIVE: 9.0, PEER: 5.0})
-    assert regret.regrets([alone], models, with_peers=False).calibration.num_cells == 0
-    assert regret.regrets([alone], models, with_peers=True).calibration.num_cells == 1
+    assert regret.regrets([alone], models)[0].calibration.num_cells == 0
+    assert regret.regrets([alone], models)[1].calibration.num_cells == 1
 
 
 def models_see_calibration_alone(regret):
@@ -257,18 +277,40 @@ def models_see_calibration_alone(regret):
     kept = {CELLS[index].digest[:16] for index in range(len(CELLS)) if index not in (0, 4)}
     assert len(models) == 3
     assert all({point.cell for point in model.points} == kept for model in models)
-    found = regret.regrets(judged, models, with_peers=False)
+    found = regret.regrets(judged, models)[0]
     assert found.calibration.num_cells == len(CELLS) - 2
     assert found.hold_out.num_cells + found.hold_out.num_outside == 2
 
 
 def a_cell_that_is_left_out_does_not_tell_its_own_time(regret):
     judged = seen(regret)
-    liar = judged_of(regret, CELLS[0], {NATIVE: 500.0, PORTABLE: 5.0, PEER: 900.0}, "liar")
-    found = regret.regrets([liar, *judged[1:]], (), with_peers=False).leave_one_out
+    liar = judged_of(regret, CELLS[4], {NATIVE: 500.0, PORTABLE: 5.0, PEER: 900.0}, "liar")
+    found = regret.regrets([*judged[:4], liar, *judged[5:]], ())[0].leave_one_out
     # The others say that native is the faster here: a model of the liar itself would know better.
-    assert (found.num_cells, found.worst_cell) == (len(CELLS), "liar")
+    assert (found.num_cells, found.worst_cell) == (len(CELLS) - 2, "liar")
     assert found.worst == pytest.approx(99.0)
+
+
+def a_cell_that_is_left_out_is_asked_for_where_the_others_are(regret):
+    judged = seen(regret)
+    far = judged_of(regret, good_cell((1 << 17,) * 64), {NATIVE: 9.0, PORTABLE: 8.0})
+    found = regret.regrets([*judged, far], ())[0].leave_one_out
+    assert (found.num_cells, found.num_outside) == (len(CELLS) - 1, 2)  # now 16 x 4096 is inside
+
+
+def what_would_tell_the_time_of_a_cell_that_is_left_out_is_left_out_too(regret):
+    twin = good_cell((2048,) * 4, layout="HND")  # of the same terms
+    told = judged_of(regret, twin, {NATIVE: 500.0, PORTABLE: 5.0, PEER: 900.0}, "twin")
+    judged = [*seen(regret), told]
+    models = regret._without(regret._measured(judged), judged[4])
+    assert {model.route for model in models} == {NATIVE, PORTABLE, PEER}
+    left = {cell.digest[:16] for cell in CELLS if cell != CELLS[4]}
+    assert all({point.cell for point in model.points} == left for model in models)
+    assert all(model.error_p50 is None for model in models)
+    # Of the routes that did not compete on it, no model is needed.
+    judged[4] = judged_of(regret, CELLS[4], {NATIVE: 9.0, PORTABLE: 8.0})
+    models = regret._without(regret._measured(judged), judged[4])
+    assert {model.route for model in models} == {NATIVE, PORTABLE}
 
 
 def routes_that_are_wrong_or_allocate_beside_others_are_no_choice(regret):
@@ -288,13 +330,13 @@ def equal_estimates_go_by_role(regret):
     judged = [judged_of(regret, cell, same) for cell in CELLS]
     models = regret.models_of(judged)
     odd = judged_of(regret, CELLS[0], {PEER: 5.0, PORTABLE: 8.0, NATIVE: 10.0})
-    assert regret.regrets([odd], models, with_peers=True).calibration.worst == pytest.approx(1.0)
+    assert regret.regrets([odd], models)[1].calibration.worst == pytest.approx(1.0)
 
 
 def the_worst_of_equals_is_named_by_order(regret):
     models = regret.models_of(seen(regret))
     odd = [judged_of(regret, CELLS[0], {NATIVE: 20.0, PORTABLE: 16.0}, name) for name in ("b", "a")]
-    assert regret.regrets(odd, models, with_peers=False).calibration.worst_cell == "a"
+    assert regret.regrets(odd, models)[0].calibration.worst_cell == "a"
 
 
 REGRET_SCENARIOS = [
@@ -397,3 +439,27 @@ def test_what_is_compiled_is_read_back_and_asked():
     estimates = database.lookup(problem)
     assert estimates == compiled().lookup(problem) and features_of(problem)["batch"] > 0
     assert {each.route for each in estimates} == {NATIVE, PORTABLE, PEER}
+
+
+# --- absurd times --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("us", [1e-320, 1e-200, 1e-4, 1e10, 1e200, 1.7e308])
+def test_times_without_measure_are_refused_and_end_no_compiler(us):
+    rows = [
+        good_row(cell, NATIVE, us, timing=good_samples(samples_us=(us,) * 25)) for cell in CELLS
+    ]
+    database = compiled(rows)
+    assert database.models == () and database.environment is None
+    assert len(refused(database)) == len(CELLS)
+    assert all("time_range: timing.samples_us" in each for each in refused(database).values())
+
+
+@pytest.mark.parametrize("us", [1e-3, 1e9])
+def test_times_at_the_ends_of_the_range_are_compiled(us):
+    rows = [
+        good_row(cell, NATIVE, us, timing=good_samples(samples_us=(us,) * 25)) for cell in CELLS
+    ]
+    rows = [dataclasses.replace(row, floor_us=us) for row in rows]
+    database = compiled(rows)
+    assert database.refused == () and len(database.models) == 1

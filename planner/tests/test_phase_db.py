@@ -93,6 +93,9 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
         ("", "is no JSON"),
         (DATABASE.dumps()[:-30], "is no JSON"),
         ("[]", "must be a JSON object"),
+        ("[" * 200_000, "is nested too deeply, at most 64 levels; compile it again"),
+        ('{"a":' * 900 + "1" + "}" * 900, "is nested too deeply"),
+        ('{"schema": 1, "schema": 1}', "key 'schema' is given 2 times"),
         (edited(schema="stream_attention.phase_db/0"), "schema='stream_attention.phase_db/0'"),
         (edited(commit="d"), "was edited or cut off; compile it again"),
         (edited(sha256="0" * 64), "was edited or cut off"),
@@ -111,6 +114,30 @@ def test_what_is_no_database_is_refused_with_the_name_of_its_file(tmp_path, text
     with pytest.raises(ValueError, match=r"broken\.json: ") as raised:
         load(path)
     assert words in str(raised.value)
+
+
+LONG = json.loads(DATABASE.dumps())["cells"][0] | {"reason": "word " * 9999}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cells": [LONG] * 7 + [{**LONG, "status": "best" * 9999}]}, "[7]: CellDecision: "),
+        ({"cells": [LONG] * 3 + [{**LONG, "candidates": [{}]}] + [LONG] * 9}, "[3]: CellDecision"),
+        ({"cells": [LONG] * 3 + [{**LONG, "cell": [1] * 9999}]}, "[3]: CellDecision: cell="),
+        (
+            {"cells": [{**LONG, "cell": {**LONG["cell"], "kv_lens": [[1] * 9999]}}]},
+            "kv_lens=[1, 1,",
+        ),
+        ({"models": [LONG]}, "[0]: RouteModel: "),
+        ({"schema": ["stream"] * 9999}, "schema=['stream', 'stream', "),
+    ],
+)
+def test_a_bad_record_is_named_by_its_place_in_a_short_error(changes, words):
+    with pytest.raises(ValueError) as raised:
+        loads(signed(**changes), "mine.json")
+    assert str(raised.value).startswith("mine.json: ") and words in str(raised.value)
+    assert len(str(raised.value)) < 6000
 
 
 @pytest.mark.parametrize(

@@ -198,3 +198,34 @@ def test_a_type_without_a_plain_form_is_our_own_bug():
 
     with pytest.raises(NotImplementedError, match=r"dict\[str, int\]"):
         from_plain(Odd, {"table": {}})
+
+
+def test_a_bad_record_among_many_is_named_by_its_place_and_not_shown_whole():
+    entries = [{"name": "long" * 99, "x": float(index)} for index in range(500)]
+    entries[321] = {"name": ["many"] * 9999}
+    with pytest.raises(ValueError) as caught:
+        from_plain(Record, {"number": 1, "share": 1.0, "points": entries})
+    text = str(caught.value)
+    assert "([321]: Point: name=['many', 'many'," in text and len(text) < 1000
+    with pytest.raises(ValueError, match=r"pair=.*\(\[1\]: got str\)"):
+        from_plain(Record, {"number": 1, "share": 1.0, "pair": ["a", "b"]})
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {"number": 1, "share": 1.0, **{f"key{'y' * 99} {n}": n for n in range(9999)}},
+        {"number": 1, "share": 1.0, "x" * 99_999: 1},
+        [1.0] * 99_999,
+        {"number": 10**5000, "share": "1" * 9999, "points": [{}] * 9999},
+    ],
+)
+def test_no_error_is_as_long_as_what_it_is_about(plain):
+    with pytest.raises(ValueError) as caught:
+        from_plain(Record, plain)
+    assert str(caught.value).startswith("Record") and len(str(caught.value)) < 3000
+
+
+def test_a_number_that_no_float_holds_has_no_plain_form():
+    with pytest.raises(ValueError, match=r"number=1000*\.\.\.: must be one that a float can hold"):
+        to_plain(Record(1, 10**400))

@@ -161,3 +161,37 @@ def test_a_call_that_no_route_serves_lists_every_candidate_with_every_reason():
     for name, texts in reasons.items():
         for text in texts:
             assert f"{name}: {text}" in lines
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def fails(problem, device):
+    raise Speechless
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rules": lambda *_: ["a"]}, "TypeError: a rule gave ['a'] as its reason: must be a str"),
+        ({"rules": lambda *_: 3}, "TypeError: a rule gave 3 as its reason: must be a string"),
+        ({"rules": fails}, "Speechless: it has no text"),
+        ({"estimate_us": fails}, "Speechless: it has no text"),
+    ],
+)
+def test_whatever_a_broken_record_gives_it_harms_no_other(changes, reason):
+    registry = registry_of(FakeRoute("good"))
+    rule = changes.get("rules")
+    registry.register_attention(
+        AttentionRecord(
+            *("bad", "test", "test", () if rule is None else (CapabilityRule("rule", rule),)),
+            estimate_us=changes.get("estimate_us", lambda problem, device: 0.5),
+            build=lambda *_: None,
+        )
+    )
+    ranking = rank(problem_of(), CPU, registry)
+    assert [each.record.route for each in ranking.candidates] == ["good"]
+    (bad,) = [each for each in ranking.rejections if each.route == "bad"]
+    assert bad.reasons[0].startswith(f"its record is broken: {reason}")

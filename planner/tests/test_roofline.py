@@ -32,7 +32,7 @@ def problem(**changes):
 
 def test_memory_bound_is_what_l2_cannot_hold_at_the_rate_of_memory():
     read = 2 << 30
-    bound = roofline.bounds_us(Work(read_bytes=read), H200)["memory"]
+    bound = roofline.bounds_us(Work(read_bytes=read), H200.name, H200.l2_bytes)["memory"]
     assert math.isclose(bound, (read - (60 << 20)) / (4800e3 * roofline.MARGIN))
     assert roofline.lower_bound_us(Work(read_bytes=60 << 20), H200) == 0
 
@@ -58,7 +58,7 @@ def test_launches_bound_where_one_was_measured_and_nowhere_else():
 
 def test_the_bound_is_the_largest_of_the_three():
     work = Work(read_bytes=2 << 30, flops=10**9, num_launches=1)
-    bounds = roofline.bounds_us(work, H200)
+    bounds = roofline.bounds_us(work, H200.name, H200.l2_bytes)
     assert roofline.lower_bound_us(work, H200) == bounds["memory"] == max(bounds.values())
 
 

@@ -203,7 +203,7 @@ def test_unknown_and_missing_keys_are_reported_at_once():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "file.json: is no JSON object"),
+        ("", "file.json: is no JSON .Expecting"),
         ("[1]", "file.json: must hold an object, not list"),
         ('{"a": 1, "a": 2}', "key 'a' is given 2 times"),
         ('{"a": NaN}', "NaN is no number of JSON"),

@@ -101,9 +101,12 @@ def read_events(path):
     events = []
     for line in filter(None, lines):
         try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(event, dict):
+            break
+        events.append(event)
     return events
 
 

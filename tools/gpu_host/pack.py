@@ -18,6 +18,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -102,10 +103,17 @@ Fetch = Callable[[str, Path, str, Sequence[str]], None]
 def gather(
     names: Sequence[str], python_version: str, folder: Path, fetch: Fetch = download
 ) -> dict[str, list[Path]]:
-    """Wheels by site, ours first, below `folder`. Raises `CalledProcessError` as pip fails."""
+    """Wheels by site, ours first, below `folder`.
+
+    Raises `CalledProcessError` as pip fails, and `ValueError` where wheels are missing or broken.
+    """
     plan = json.loads((HERE / "peers.json").read_text())
     sites = {OURS: sorted(WHEELHOUSE.glob("*.whl"))}
-    assert sites[OURS], f"no wheels in {WHEELHOUSE}"
+    if not sites[OURS]:
+        raise ValueError(
+            f"{WHEELHOUSE}: has no wheels of ours; use ./bazelw run //tools/gpu_host:pack, which "
+            "builds them"
+        )
     for name in names:
         peer, found = plan["peers"][name], folder / name
         for requirement in peer["requirements"]:
@@ -113,7 +121,10 @@ def gather(
         if peer.get("leave_out"):
             for wheel in sorted(found.glob("*.whl")):
                 lighter = wheel.with_suffix(".lighter")
-                without(wheel, peer["leave_out"], lighter)
+                try:
+                    without(wheel, peer["leave_out"], lighter)
+                except zipfile.BadZipFile as error:
+                    raise ValueError(f"{wheel.name}: is no wheel ({error}); try again") from None
                 lighter.replace(wheel)
         sites[name] = sorted(found.glob("*.whl"))
     return sites
@@ -171,8 +182,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             parser.error(f"--peers={name!r}: must be of {', '.join(known)}, or none")
     if found.part_mib < 1:
         parser.error(f"--part_mib={found.part_mib}: must be at least 1; use 60")
-    major, _, minor = found.python_version.partition(".")
-    if not (major == "3" and minor.isdigit()):
+    if not re.fullmatch(r"3\.(0|[1-9][0-9]?)", found.python_version):
         parser.error(f"--python_version={found.python_version!r}: must be 3.N; use 3.12")
     found.out = Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."), found.out)
     if found.out.exists():
@@ -191,7 +201,7 @@ def main(arguments: Sequence[str], fetch: Fetch = download) -> int:
         sites = gather(found.peers, found.python_version, draft / "wheels", fetch)
         count = write(sites, paths, draft / "parts", found.part_mib * MIB)
         (draft / "parts").rename(found.out)
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
         print(f"pack: {error}", file=sys.stderr)
         return 1
     finally:

@@ -213,7 +213,7 @@ def _prefixes(
         )
         tokens -= tokens % page_size
         if tokens:
-            found.update({place: (max(first, 0), tokens) for place in places})
+            found.update(dict.fromkeys(places, (first, tokens)))
     return found
 
 

@@ -11,6 +11,7 @@ from stream_attention.core import formulas
 from stream_attention.core.dtypes import QUERY_DTYPES, dtype_bytes
 from stream_attention.core.ir import Rule, check_rules, evaluable_repr, is_int
 from stream_attention.core.problem import CACHE_KINDS, LAYOUTS, MAX_HEAD_DIM
+from stream_attention.planner.cells import MAX_REQUESTS
 
 FP8 = "float8_e4m3fn"
 _SHORT_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", FP8: "fp8"}
@@ -254,7 +255,12 @@ def _choice(name: str, choices: tuple[str, ...]) -> Rule:
 
 
 CASE_RULES = (
-    _count("batch", 1),
+    Rule(
+        "batch",
+        f"must be an int in 1..{MAX_REQUESTS}",  # before a number becomes as many lengths
+        lambda c: is_int(c.batch) and 1 <= c.batch <= MAX_REQUESTS,
+        lambda c: min(max(c.batch, 1), MAX_REQUESTS),
+    ),
     Rule(
         "lengths",
         "must be a Lengths",

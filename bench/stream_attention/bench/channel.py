@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from stream_attention.bench import json_text
+
 _CHUNK_BYTES = 1 << 16
 
 
@@ -82,7 +84,7 @@ class Channel:
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        message = json.loads(line)
+        message = json_text.parse(line)
     except ValueError:
         message = None
     if not isinstance(message, dict):

@@ -10,6 +10,7 @@ from stream_attention.bench import flag_types
 from stream_attention.bench.cases import FP8
 from stream_attention.bench.suites import SUITES
 from stream_attention.core.problem import CACHE_KINDS
+from stream_attention.planner.cells import MAX_REQUESTS
 
 # Flags that describe one case; together with --suite they would contradict it.
 SHAPE_FLAGS = (
@@ -37,7 +38,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define = flag_types.FlagDefiner(values)
     count, choice = define.count, define.choice
     # Lengths are drawn as Python numbers, one a request.
-    count("batch", None, "Requests (default 8).", low=1, nearest=8, high=2**20)
+    count("batch", None, "Requests (default 8).", low=1, nearest=8, high=MAX_REQUESTS)
     define.lengths(
         "lengths",
         "KV tokens a request: N, a comma list, lognormal:MEAN:SIGMA:SEED, skewed[:LONG:SHORT], "
@@ -121,9 +122,16 @@ def _define_run_flags(define: flag_types.FlagDefiner) -> None:
     count(
         "start_seconds",
         900,
-        "Limit on an isolated worker's imports, and on its warm-up, where kernels are compiled.",
+        "Limit on an isolated worker's imports, and on its whole warm-up.",
         low=1,
         nearest=900,
+    )
+    count(
+        "warm_up_seconds",
+        300,
+        "Limit on one tiny case of an isolated worker's warm-up, where kernels are compiled.",
+        low=1,
+        nearest=300,
     )
     define.switch("warm_up", True, "Have isolated workers compile for all cases first, at once.")
     define.repeated(

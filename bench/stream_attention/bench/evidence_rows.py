@@ -145,8 +145,10 @@ def _correctness(check: Check | None) -> Correctness | None:
     """The numbers of a check; `None` where a fault was found before there were any."""
     if check is None or check.max_error is None or check.rms_error is None:
         return None
-    assert check.max_bound is not None
-    assert check.rms_bound is not None
+    if check.max_bound is None or check.rms_bound is None:
+        raise ValueError(
+            f"check={check!r}: must have bounds beside its errors; use what the bench wrote"
+        )
     return Correctness(
         max_error=check.max_error,
         max_bound=check.max_bound,

@@ -153,7 +153,7 @@ def fit(trace: Trace) -> FittedTrace:
     """The distributions of a trace, by moments: of the gaps, and of the logarithms of lengths.
 
     The correlation is that of requests with output. Raises `ValueError` for fewer than 2 requests,
-    or for a trace where no request has output.
+    for a trace where no request has output, and for a gap between arrivals above 30 years.
     """
     requests = trace.requests
     spoken = [request for request in requests if request.output_tokens]
@@ -162,9 +162,14 @@ def fit(trace: Trace) -> FittedTrace:
     faults.require(
         bool(spoken), "trace", "no output in any request", "needs outputs to fit", "1 or more"
     )
-    faults.raise_if_any("fit")
     arrivals = [request.arrival_us for request in requests]
     gaps = [late - early for early, late in zip(arrivals, arrivals[1:], strict=False)]
+    for index, gap in enumerate(gaps, 1):
+        if gap > _MOST_GAP_US:  # before floats, which may not hold it
+            rule = f"must be at most {_MOST_GAP_US} us, 30 years, as those that are drawn"
+            faults.add("trace", f"gap before request {index}", rule, "a part of the trace")
+            break
+    faults.raise_if_any("fit")
     scale, shape = _fit_gaps(gaps)
     prompts = [request.prompt_tokens for request in requests]
     outputs = [request.output_tokens for request in spoken]

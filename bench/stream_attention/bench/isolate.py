@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import os
 import tempfile
 import time
@@ -30,6 +31,7 @@ from stream_attention.bench.pools import build_pool, check_memory, num_pools
 from stream_attention.bench.results import PairRow, Row, pair_from, row_from
 from stream_attention.bench.runner import TOO_LARGE, Settings
 from stream_attention.bench.spent import Spent
+from stream_attention.bench.worker_marks import kill_orphans
 from stream_attention.bench.worker_process import (
     WorkerEnded,
     WorkerProcess,
@@ -46,13 +48,15 @@ _LOOK_SECONDS = 0.5
 @dataclass(frozen=True, slots=True)
 class Isolation:
     """How workers are run. case_seconds: limit on one case of one worker. start_seconds: on its
-    imports, and again on its warm-up. paths: as `peer_paths.parse_paths` gives them. modules: to
-    import for more contenders. threads: CPU threads. warm_up: run tiny cases first, side by side.
-    command: of a worker; replaced in tests.
+    imports, and again on its whole warm-up. warm_up_seconds: on one tiny case of that, so that a
+    hang costs no more. paths: as `peer_paths.parse_paths` gives them. modules: to import for more
+    contenders. threads: CPU threads. warm_up: run tiny cases first, side by side. command: of a
+    worker; replaced in tests.
     """
 
     case_seconds: float = 300.0
     start_seconds: float = 900.0
+    warm_up_seconds: float = 300.0
     paths: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
     threads: int | None = None
@@ -91,6 +95,8 @@ class Workers:
         self._answers: Path | None = None
 
     def __enter__(self) -> Workers:
+        """Begin with what a run that was killed may have left running, which ends here."""
+        kill_orphans()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -127,7 +133,13 @@ class Workers:
             step(f"warm-up of {len(slots)} workers")
             alive = [slot for slot in slots if slot.process is not None]
             request = {"do": "warm", "cases": plain}
-            self._together(alive, lambda slot: self._send(slot, request), self._warmed, seconds)
+            self._together(
+                alive,
+                lambda slot: self._send(slot, request),
+                self._warmed,
+                seconds,
+                self._isolation.warm_up_seconds,
+            )
 
     def begin(self, case: AttentionCase, step: Callable[[str], None]) -> str:
         """Check that the case fits and compute its right answers; gives why not, or ""."""
@@ -265,9 +277,10 @@ class Workers:
         begin: Callable[[_Slot], None],
         done: Callable[[_Slot, dict[str, Any] | None, str], None],
         seconds: float,
+        step_seconds: float = math.inf,
     ) -> None:
         """Begin a request in each slot, as many at once as there are CPUs; `done` with its reply,
-        or with how the worker ended.
+        or with how the worker ended. seconds: limit on a request, step_seconds: on one step of it.
         """
         waiting = list(slots)
         running: dict[str, float] = {}  # deadlines by name
@@ -288,10 +301,13 @@ class Workers:
                 assert slot.process is not None
                 try:
                     reply = slot.process.reply(0)
-                    if reply is None and time.monotonic() < running[name]:
-                        continue
                     if reply is None:
-                        raise slot.process.timed_out(seconds)
+                        now = time.monotonic()
+                        if now >= running[name]:
+                            raise slot.process.timed_out(seconds)
+                        if now >= slot.process.stepped + step_seconds:
+                            raise slot.process.timed_out(step_seconds)
+                        continue
                 except WorkerEnded as error:
                     done(slot, None, str(error))
                 else:

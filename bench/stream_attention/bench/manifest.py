@@ -254,6 +254,9 @@ def _unfit(cell: Cell) -> list[str]:
 
 
 def _known(cell: Cell) -> bool:
+    """Whether baselines and architectures are names of such; else their own rules say so."""
+    if not is_tuple_of(cell.baselines, str) or not is_tuple_of(cell.archs, str):
+        return False
     return set(cell.baselines) <= set(BASELINES) and set(cell.archs) <= set(ARCHS)
 
 

@@ -54,6 +54,7 @@ from stream_attention.bench.routes import missing_packages, route_contenders
 from stream_attention.bench.runner import Settings
 from stream_attention.bench.screen import UNPRINTED, Screen, Unprintable, say, say_interrupted
 from stream_attention.bench.spent import Spent
+from stream_attention.bench.stopping import Stopped, stoppable
 from stream_attention.bench.suites import SUITES, default_suite
 
 FLAGS = flags.FLAGS
@@ -273,6 +274,7 @@ def resolve(argv: Sequence[str], values: flags.FlagValues) -> Job:
     isolation = Isolation(
         case_seconds=float(values.case_seconds),
         start_seconds=float(values.start_seconds),
+        warm_up_seconds=float(values.warm_up_seconds),
         paths=paths,
         modules=tuple(values.contender_modules),
         threads=values.threads,
@@ -284,7 +286,7 @@ def resolve(argv: Sequence[str], values: flags.FlagValues) -> Job:
         device=device,
         settings=settings,
         options=options,
-        environment=facts,
+        environment=resume.continued(earlier, facts, cases),
         sink=Sink(path),
         screen=Screen("paged_decode", report.make_console(), kept=path is not None),
         isolation=isolation if values.isolate else None,
@@ -303,10 +305,15 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> int:
         except ValueError as error:
             say(f"paged_decode: {error}")
             return 2
-        try:
-            run = run_all(job)
-        finally:
-            kept = job.sink.kept
+        # Workers end with this process, but what they started in sessions of their own does not.
+        with stoppable() if job.isolation is not None else contextlib.nullcontext():
+            try:
+                run = run_all(job)
+            finally:
+                kept = job.sink.kept
+    except Stopped as stop:
+        say(f"paged_decode: ended by {stop.name}{kept}")
+        return stop.end()
     except KeyboardInterrupt:
         return say_interrupted("paged_decode", kept)
     except Unprintable:

@@ -139,9 +139,13 @@ def _runs(values: flags.FlagValues) -> list[Run]:
         raise ValueError(f"--evidence={values.evidence!r}: must name a folder; use evidence")
     runs = []
     for name in values.run:
-        run = resume.load(_given(name))
+        run = resume.load(_given(name), "--run", "a file that paged_decode wrote with --json")
         if run is None:
-            raise ValueError(f"--run={name!r}: there is no such file")
+            raise ValueError(f"--run={name!r}: there is no such file; use --run=run.json")
+        try:  # before anything is added of any run
+            evidence_of(run)
+        except ValueError as error:
+            raise ValueError(f"--run={name!r}: {error}") from None
         runs.append(run)
     return runs
 

@@ -19,9 +19,11 @@ from stream_attention.bench.lengths import Lengths
 from stream_attention.bench.machine import Environment
 from stream_attention.bench.output import write_fault, write_text
 from stream_attention.bench.paired_timing import PairedTiming
+from stream_attention.bench.record_types import wrong_fields
 from stream_attention.bench.timing import Timing
 
 SCHEMA = "stream_attention.bench.paged_decode/2"
+KINDS = ("route", "peer")
 OUTCOMES = ("ok", "unsupported", "failed", "wrong", "not_run")
 
 
@@ -29,6 +31,7 @@ OUTCOMES = ("ok", "unsupported", "failed", "wrong", "not_run")
 class Row:
     """One contender on one case.
 
+    kind: one of `KINDS`.
     outcome: one of `OUTCOMES`; `not_run` is in the file of a run that was cut short.
     reasons: why not ok. timing and check: there when they were made; a time counts when ok.
     extra_bytes: peak memory of one plan and run beyond its output. note: what it chose.
@@ -58,6 +61,8 @@ class Row:
     clocks: Facts = ()
 
     def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r}: must be one of {', '.join(KINDS)}; use 'peer'")
         _check_outcome(self.outcome, self.reasons)
 
 
@@ -187,17 +192,23 @@ def to_json(run: Run) -> dict[str, Any]:
 def from_json(data: dict[str, Any]) -> Run:
     """The inverse of `to_json`; derived numbers are dropped.
 
-    Raises `ValueError` for another schema, and for a key that is missing or unknown.
+    Raises `ValueError` for another schema, for a key that is missing or unknown, and for a value of
+    another type than the records have.
     """
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"schema={schema!r}: must be {SCHEMA!r}; use a file of that schema")
     try:
-        return _run(data)
+        run = _run(data)
     except KeyError as error:
         fault = f"has no key {error.args[0]!r}"
-    except (TypeError, AttributeError) as error:  # a key too many or too few of a record
-        fault = str(error)
+    except (TypeError, AttributeError, IndexError, OverflowError) as error:
+        fault = str(error)  # a key too many or too few of a record, or a value of another type
+    else:
+        wrong = next(wrong_fields(run, Run), None)
+        if wrong is None:
+            return run
+        fault = wrong
     raise ValueError(f"data: must be what to_json gives, but {fault}; use a file of this bench")
 
 
@@ -274,7 +285,14 @@ def _timing_from(data: dict[str, Any]) -> Timing:
 
 
 def _check(data: dict[str, Any] | None) -> Check | None:
-    return None if data is None else Check(**data)
+    if data is None:
+        return None
+    check = Check(**data)
+    numbers = ("max_error", "max_bound", "rms_error", "rms_bound")
+    missing = [name for name in numbers if getattr(check, name) is None]
+    if missing and len(missing) < len(numbers):
+        raise ValueError(f"check.{missing[0]}=None: must be a number, as its other three are")
+    return check
 
 
 def write_json(run: Run, path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stream_attention.bench import json_text
 from stream_attention.bench.campaign import Kept
 from stream_attention.bench.cases import AttentionCase
 from stream_attention.bench.machine import Environment
@@ -24,20 +25,38 @@ _FREE_FACTS = ("command", "load_average", "started_at")
 _FREE_SETTINGS = ("suite", "routes", "peers", "paired")
 
 
-def load(path: Path) -> Run | None:
-    """The run in a file; `None` without a file. Raises `ValueError` for what is no such file."""
+def load(path: Path, flag: str = "--resume", nearest: str = "another --json") -> Run | None:
+    """The run in a file; `None` without a file. Raises `ValueError` for what is no such file.
+
+    flag, nearest: how the caller's messages call what named the file, and what to use instead.
+    """
     try:
-        text = path.read_text()
+        return from_json(json_text.read(path))
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ValueError(f"--resume: {path} cannot be read ({error.strerror})") from None
-    try:
-        return from_json(json.loads(text))
+        raise ValueError(f"{flag}: {path} cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise ValueError(
-            f"--resume: {path} is no file of this bench: {error}; use another --json"
+            f"{flag}: {path} is no file of this bench: {error}; use {nearest}"
         ) from None
+
+
+def continued(
+    earlier: Run | None, environment: Environment, cases: Iterable[AttentionCase]
+) -> Environment:
+    """The environment of a run: of one that goes on with the same cases, it began when, and by the
+    command that, the file says.
+
+    Rows that are kept would else be other rows of evidence, taken at another time. With other cases
+    floors are measured anew, and then they are.
+    """
+    if earlier is None or {result.case for result in earlier.cases} != set(cases):
+        return environment
+    return dataclasses.replace(
+        environment,
+        **{name: getattr(earlier.environment, name) for name in ("command", "started_at")},
+    )
 
 
 def keep(

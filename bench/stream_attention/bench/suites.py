@@ -204,13 +204,68 @@ def _prefill() -> tuple[AttentionCase, ...]:
     )
 
 
+# Cells of the grid hold 2^19 tokens at most: 2 GiB of K and V in bf16, 8 heads of 128. And 4 MiB at
+# least: a rotation of smaller ones stays in a cache.
+_GRID_TOKENS, _GRID_BYTES = 19, 4 << 20
+
+
+def _grid_uniform(
+    heads: tuple[int, int, int], layout: str, batches: range, tokens: range, parity: int
+) -> list[AttentionCase]:
+    """Powers of two in batch and length, every other one, as the fields of one colour of a chess
+    board: each has neighbours of the same bytes, half as long and twice as many, and the reverse.
+    """
+    cases = [
+        _decode_case((2**batch, 2**length, *heads, layout))
+        for batch in batches
+        for length in tokens
+        if (batch + length) % 2 == parity and batch + length <= _GRID_TOKENS
+    ]
+    return [case for case in cases if case.kv_bytes >= _GRID_BYTES]
+
+
+def _grid_ragged() -> list[AttentionCase]:
+    """Lengths drawn three ways, for decode and for verifying four drafted tokens."""
+    drawn = [
+        *((batch, f"lognormal:{mean}:1:1", 1) for batch in (8, 16, 32, 64, 128)
+          for mean in (512, 1024, 2048, 4096)),
+        *((batch, f"range:{mean // 2}:{3 * mean // 2}:1", 1) for batch in (4, 8, 16, 32, 64)
+          for mean in (600, 1200, 2400)),
+        *((batch, f"skewed:{longest}:512", 1) for batch in (8, 16, 32, 64)
+          for longest in (16384, 32768, 65536)),
+        *((batch, f"lognormal:{mean}:1:1", 5) for batch in (8, 16, 32, 64)
+          for mean in (1024, 2048, 4096)),
+    ]  # fmt: skip
+    return [
+        AttentionCase(batch=batch, lengths=parse_lengths(lengths), q_len=q_len)
+        for batch, lengths, q_len in drawn
+    ]
+
+
+def _evidence_grid(evidence: tuple[AttentionCase, ...]) -> tuple[AttentionCase, ...]:
+    """Cells between and around those of `evidence`, for models of our routes and their ranges."""
+    every = [
+        *_grid_uniform((32, 8, 128), "NHD", range(9), range(9, 18), 0),
+        *_grid_uniform((64, 8, 128), "HND", range(6), range(10, 17), 1),
+        *_grid_uniform((16, 2, 128), "HND", range(6), range(10, 17), 0),
+        *_grid_uniform((16, 2, 128), "NHD", range(6), range(10, 17), 1),
+        *_grid_uniform((16, 2, 64), "HND", range(6), range(10, 17), 0),
+        *_grid_uniform((16, 2, 64), "NHD", range(6), range(10, 17), 1),
+        *_grid_ragged(),
+    ]
+    return tuple(case for case in every if case not in evidence)
+
+
+_EVIDENCE = (*_performance_decode(), *_ragged(), _decode_small()[0])
 SUITES: dict[str, tuple[AttentionCase, ...]] = {
     # 18 shapes and the NHD twins of its seven 16/2 rows.
     "performance_decode": _performance_decode(),
     "ragged": _ragged(),
     "decode_small": _decode_small(),
     # What phase databases are compiled from: all cells above.
-    "evidence": (*_performance_decode(), *_ragged(), _decode_small()[0]),
+    "evidence": _EVIDENCE,
+    # More cells for the models of our routes, without peers.
+    "evidence_grid": _evidence_grid(_EVIDENCE),
     "decode_pages": _decode_pages(),
     "decode_dims": _decode_dims(),
     "decode_fp8": _decode_fp8(),

@@ -10,6 +10,7 @@ from typing import Any
 from stream_attention.core.ir import is_int
 
 MAX_TOKENS = 2**31 - 1
+MAX_BLOCK = 2**63 - 1  # of the ids of blocks
 _PER_US = {"s": 6, "ms": 3, "us": 0}  # powers of ten
 _LARGEST_EXPONENT = 15  # of a number of seconds: an epoch in nanoseconds has 18 digits
 _DATETIME = re.compile(

@@ -15,12 +15,13 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
 from stream_attention.bench.trace_columns import UNITS, Columns, find_columns
 from stream_attention.bench.trace_values import (
+    MAX_BLOCK,
     MAX_TOKENS,
     BadCell,
     has_zone,
@@ -40,8 +41,8 @@ _GZIP = b"\x1f\x8b"
 class TraceRequest:
     """One request. arrival_us: since the first of its trace. Lengths in tokens; output may be 0.
 
-    block_ids: ids of the prompt's blocks of `Trace.block_tokens` tokens, () where unknown. Prompts
-    whose first n ids are equal are equal in their first n blocks.
+    block_ids: ids in 0 … 2^63 - 1 of the prompt's blocks of `Trace.block_tokens` tokens, () where
+    unknown. Prompts whose first n ids are equal are equal in their first n blocks.
     """
 
     arrival_us: int
@@ -87,6 +88,21 @@ def _bad_requests(trace: Trace) -> list[TraceRequest]:
     ]
 
 
+def _is_block(block: Any) -> bool:
+    return is_int(block) and 0 <= block <= MAX_BLOCK
+
+
+def _bad_blocks(trace: Trace) -> list[Any]:
+    """Ids that are none, or what is no tuple of them."""
+    found = []
+    for request in trace.requests:
+        if not isinstance(request.block_ids, tuple):
+            found.append(request.block_ids)
+        else:
+            found.extend(block for block in request.block_ids if not _is_block(block))
+    return found
+
+
 def _ordered(trace: Trace) -> bool:
     arrivals = [request.arrival_us for request in trace.requests]
     return arrivals == sorted(arrivals)
@@ -110,6 +126,13 @@ _TRACE_RULES = (
     ),
     Rule(
         "requests",
+        f"block_ids must be tuples of ints in 0..{MAX_BLOCK}",
+        lambda t: not _sound(t) or not _bad_blocks(t),
+        lambda t: "()",
+        lambda t: _bad_blocks(t)[0],
+    ),
+    Rule(
+        "requests",
         "must be in the order of arrival",
         lambda t: not _sound(t) or bool(_bad_requests(t)) or _ordered(t),
         lambda t: "sorted(requests, key=lambda r: r.arrival_us)",
@@ -120,7 +143,7 @@ _TRACE_RULES = (
         "must be an int >= 0, and >= 1 beside block_ids",
         lambda t: (
             is_int(t.block_tokens)
-            and t.block_tokens >= (1 if any(r.block_ids for r in t.requests) else 0)
+            and t.block_tokens >= (1 if _sound(t) and any(r.block_ids for r in t.requests) else 0)
         ),
         lambda t: 512,
     ),
@@ -220,6 +243,9 @@ def _json_records(text: str, name: str) -> Iterator[Record | Fault]:
             )
         except RecursionError:
             yield Fault(where, row[:40], "is nested too deeply", "numbers and lists of ids")
+            continue
+        except InvalidOperation:
+            yield Fault(where, row[:40], "has a number whose exponent is too large", "0")
             continue
         except ValueError as error:
             yield Fault(where, row[:40], f"is no JSON ({error})", '{"timestamp": 0, …}')
@@ -356,4 +382,8 @@ def _block_ids(value: Any, prompt: int, block_tokens: int) -> tuple[int, ...]:
         raise BadCell(rule, f"{wanted} ints")
     if len(value) != wanted:
         raise BadCell(rule, f"{wanted} ids")
+    for block in value:
+        if not _is_block(block):  # as a group of prefixes it would have another's number
+            nearest = min(max(block, 0), MAX_BLOCK)
+            raise BadCell(f"block {block} must be an int in 0..{MAX_BLOCK}", nearest)
     return tuple(value)

@@ -14,20 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any
 
 from stream_attention.bench.channel import Channel, ChannelClosed, Garbled
 from stream_attention.bench.worker import PEER_PATH
+from stream_attention.bench.worker_marks import END_SECONDS, VARIABLE, kill_marked, new_mark
 
 MODULE = "stream_attention.bench.worker"
-_MARK = "STREAM_ATTENTION_WORKER"  # an environment variable
 _TAIL_LINES = 3
 _TAIL_BYTES = 4096
-_END_SECONDS = 10.0  # a killed process may still hang in the driver
 _POLL_SECONDS = 0.1
 
 
@@ -42,7 +39,9 @@ def worker_command(read_fd: int, write_fd: int) -> list[str]:
 
 @dataclass(slots=True)
 class WorkerProcess:
-    """One process. begin it with `spawn`; step: what it last said that it does."""
+    """One process. begin it with `spawn`; step: what it last said that it does, since `stepped`,
+    a time of the monotonic clock.
+    """
 
     process: subprocess.Popen[bytes]
     channel: Channel
@@ -50,6 +49,7 @@ class WorkerProcess:
     mark: str
     exit_fd: int | None
     step: str = ""
+    stepped: float = 0.0
     _seen: int = 0
     _closed: bool = field(default=False)
 
@@ -66,7 +66,7 @@ class WorkerProcess:
 
     def send(self, request: dict[str, Any], seconds: float) -> None:
         """Begin a request whose reply `reply` takes."""
-        self.step = ""
+        self.step, self.stepped = "", time.monotonic()
         self._seen = os.fstat(self.errors.fileno()).st_size
         try:
             self.channel.send(request, seconds)
@@ -95,7 +95,7 @@ class WorkerProcess:
             if message is None and gone:
                 raise self.ended()
             if message is not None and "step" in message:
-                self.step = str(message["step"])
+                self.step, self.stepped = str(message["step"]), time.monotonic()
             elif message is not None:
                 return message
             elif time.monotonic() >= deadline:
@@ -138,7 +138,7 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_END_SECONDS)
+            self.process.wait(END_SECONDS)
         kill_marked(self.mark)
         self.channel.close()
         if self.exit_fd is not None:
@@ -157,9 +157,9 @@ def spawn(folders: Sequence[str], command: Any = worker_command) -> WorkerProces
     """
     there, mine = os.pipe(), os.pipe()
     errors = tempfile.TemporaryFile()
-    mark = uuid.uuid4().hex
+    mark = new_mark()
     path = os.pathsep.join((*folders, *(entry for entry in sys.path if entry)))
-    extra = {"PYTHONPATH": path, _MARK: mark, PEER_PATH: os.pathsep.join(folders)}
+    extra = {"PYTHONPATH": path, VARIABLE: mark, PEER_PATH: os.pathsep.join(folders)}
     try:
         process = subprocess.Popen(
             command(there[0], mine[1]),
@@ -191,37 +191,6 @@ def wait_for_any(workers: Sequence[WorkerProcess], seconds: float) -> None:
     if len(numbers) < 2 * len(workers):
         seconds = min(seconds, _POLL_SECONDS)
     select.select(numbers, [], [], seconds)
-
-
-def kill_marked(mark: str) -> None:
-    """Kill the processes of this user whose environment has the mark of a worker.
-
-    Linux; a process that left the worker's session is found by it. Elsewhere the session is all.
-    """
-    wanted = f"{_MARK}={mark}".encode()
-    deadline = time.monotonic() + _END_SECONDS
-    while time.monotonic() < deadline:
-        found = [pid for pid in _process_ids() if wanted in _environment(pid)]
-        if not found:
-            return
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _process_ids() -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return []
-
-
-def _environment(pid: int) -> list[bytes]:
-    """Entries of a process's environment; none for one of another user, or one that has ended."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
 
 
 def _signal_name(number: int) -> str:

@@ -1,10 +1,14 @@
-"""Files that are whole or not there: written beside their place, synced, and renamed into it."""
+"""Files that are whole or not there: written beside their place, synced, and renamed into it.
+
+What is read back is a file too: a pipe that bears its name would be waited for without end.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -44,6 +48,27 @@ def replace_file(
             os.unlink(draft)
         raise
     sync_folder(path.parent)
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a regular file, or of one that a link leads to.
+
+    Raises `OSError` that says what else it is: a folder, a pipe, a socket, a device.
+    """
+    _refuse_kind(os.stat(path).st_mode)  # a socket cannot be opened, a device may act on it
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        _refuse_kind(os.fstat(handle).st_mode)  # what came into its place since
+        return file.read()
+
+
+def _refuse_kind(mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory, must be a regular file")
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+        kind = kinds.get(stat.S_IFMT(mode), "device")
+        raise OSError(errno.EINVAL, f"Is a {kind}, must be a regular file")
 
 
 def sync_folder(folder: Path) -> None:

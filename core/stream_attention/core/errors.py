@@ -13,6 +13,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+SHOWN = 380
+"""Characters of a value that a message shows at most."""
+
+
 class UnsupportedProblem(NotImplementedError):
     """A legal problem that no route serves; the message lists every candidate with its reasons."""
 
@@ -31,7 +35,7 @@ class Fault:
     nearest: Any = None
 
     def __str__(self) -> str:
-        text = f"{self.parameter}={self.value!r}: {self.rule}"
+        text = f"{self.parameter}={shown(self.value)}: {self.rule}"
         return text if self.nearest is None else f"{text}; use {self.nearest}"
 
 
@@ -91,6 +95,15 @@ def check_both(first: Callable[[], Any], second: Callable[[], T]) -> T:
         raise
     first()
     return found
+
+
+def shown(value: Any) -> str:
+    """`repr(value)`, cut to `SHOWN` characters; of what has none, such as a huge int, its type."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"<{type(value).__name__} too large to show>"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:

@@ -38,8 +38,9 @@ class Rule:
     value: Callable[[Any], Any] | None = None
 
 
-NOT_OF_TYPE = (TypeError, ValueError, RuntimeError, AttributeError)
-"""What a rule about a value meets where the value is of another type, arrays and tensors too."""
+NOT_OF_TYPE = (TypeError, ValueError, RuntimeError, AttributeError, OverflowError)
+"""What a rule about a value meets where the value is of another type, arrays and tensors too, or
+an int that no float holds."""
 
 
 def broken_rules(node: Any, rules: Iterable[Rule]) -> Faults:
@@ -56,7 +57,7 @@ def broken_rules(node: Any, rules: Iterable[Rule]) -> Faults:
             if rule.nearest is not None:
                 try:
                     nearest = rule.nearest(node)
-                except (*NOT_OF_TYPE, ZeroDivisionError, OverflowError):
+                except (*NOT_OF_TYPE, ZeroDivisionError):
                     nearest = None
             faults.add(rule.parameter, value, rule.text, nearest)
     return faults

@@ -8,6 +8,7 @@ that is not installed, or that fails to import, is a reason in `plan.explain()`,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import os
@@ -193,7 +194,7 @@ class Registry:
     def missing(self) -> tuple[Rejection, ...]:
         """Kernel packages that are not there or failed to load, with the reason."""
         found = self._discovered().missing
-        return tuple(Rejection(name, (reason,)) for name, reason in found.items())
+        return tuple([_missing(name, reason) for name, reason in found.items()])
 
     @property
     def version(self) -> int:
@@ -255,6 +256,11 @@ class Registry:
         copied._versions = itertools.count(self._known.version + 1)
         copied._known = dataclasses.replace(self._known, discovered=True)
         return copied
+
+
+@functools.lru_cache(maxsize=64)
+def _missing(name: str, reason: str) -> Rejection:
+    return Rejection(name, (reason,))
 
 
 def _published(found: _Records, start: _Records, known: _Records) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from stream_attention.core.arch_limits import ResourceFacts
 from stream_attention.core.ir import Rule, check_rules, evaluable_repr, is_int, is_name
+from stream_attention.core.json_text import parse_json
 from stream_attention.core.native import NativeLibrary
 from stream_attention.core.schedule import KernelSchedule
 
@@ -68,7 +68,7 @@ def parse(text: str, name: str) -> dict[str, CompiledKernel]:
     name: of the file, for the error.
     """
     try:
-        content: Any = json.loads(text)
+        content: Any = parse_json(text)
         if content["format"] != FORMAT:
             raise ResourcesError(
                 f"{name} has format {content['format']!r}, this core reads {FORMAT}"

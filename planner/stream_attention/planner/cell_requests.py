@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stream_attention.core.errors import Faults
+from stream_attention.core.errors import Faults, shown
 from stream_attention.core.ir import Rule, check_rules, evaluable_repr, is_name, is_tuple_of
+from stream_attention.core.json_text import parse_json
 from stream_attention.planner.cells import Cell
 from stream_attention.planner.plain import canonical_json, from_plain, to_plain
 
@@ -48,15 +48,12 @@ def dumps(requests: Iterable[CellRequest]) -> str:
     return f'{{"schema":"{SCHEMA}","cells":[\n{body}\n]}}\n'
 
 
-def loads(text: str, source: str = "cells") -> tuple[CellRequest, ...]:
+def loads(text: str | bytes, source: str = "cells") -> tuple[CellRequest, ...]:
     """The inverse of `dumps`. Raises `ValueError` with `source` and every request that is wrong."""
-    try:
-        plain = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{source}: is no JSON ({error})") from None
+    plain = parse_json(text, source)
     schema = plain.get("schema") if isinstance(plain, dict) else None
     if schema != SCHEMA:
-        raise ValueError(f"{source}: schema={schema!r}: must be {SCHEMA!r}")
+        raise ValueError(f"{source}: schema={shown(schema)}: must be {SCHEMA!r}")
     if set(plain) != {"schema", "cells"} or not isinstance(plain["cells"], list):
         raise ValueError(f"{source}: must have the keys schema and cells, a list, alone")
     found, errors = [], []

@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stream_attention.core.errors import shown
 from stream_attention.core.ir import Rule, check_rules, evaluable_repr, is_int, is_tuple_of
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.planner.plain import digest_of, from_plain, to_plain
 
 # Far above what a server batches; a file that asks for more is broken, and must not fill memory.
 MAX_REQUESTS = 1 << 20
+
+
+def _are_of_64_bits(problem: AttentionProblem) -> bool:
+    values = (getattr(problem, name) for name in problem.__dataclass_fields__)
+    return all(value < 1 << 63 for value in values if is_int(value))
 
 
 def _are_lengths(value: Any) -> bool:
@@ -54,7 +60,7 @@ class Cell:
         if not isinstance(plain, dict) or set(plain) != {"problem", "qo_lens", "kv_lens"}:
             found = sorted(plain) if isinstance(plain, dict) else plain
             raise ValueError(
-                f"cell={found!r}: must have the keys problem, qo_lens and kv_lens alone"
+                f"cell={shown(found)}: must have the keys problem, qo_lens and kv_lens alone"
             )
         problem = from_plain(AttentionProblem, plain["problem"])
         return cls(
@@ -87,9 +93,11 @@ def _expanded(name: str, runs: Any, count: int) -> tuple[int, ...]:
     lengths: list[int] = []
     for run in runs if isinstance(runs, list) else [runs]:
         if not (isinstance(run, list) and len(run) == 2 and all(map(is_int, run)) and run[0] >= 1):
-            raise ValueError(f"{name}={run!r}: must be a list of [count, length], count >= 1")
+            raise ValueError(f"{name}={shown(run)}: must be a list of [count, length], count >= 1")
         if run[0] > count - len(lengths):  # before a number from a file becomes memory
-            raise ValueError(f"{name}={run!r}: must be {count} lengths in all, as problem.batch")
+            raise ValueError(
+                f"{name}={shown(run)}: must be {count} lengths in all, as problem.batch"
+            )
         lengths.extend([run[1]] * run[0])
     return tuple(lengths)
 
@@ -99,6 +107,11 @@ _RULES = (
         "problem",
         "must be an AttentionProblem",
         lambda c: isinstance(c.problem, AttentionProblem),
+    ),
+    Rule(
+        "problem",
+        "must have ints of 64 bits alone: no float holds the features of larger ones",
+        lambda c: not isinstance(c.problem, AttentionProblem) or _are_of_64_bits(c.problem),
     ),
     Rule(
         "qo_lens",

@@ -5,7 +5,8 @@
 EVIDENCE is a folder as `evidence_store` keeps it, FILE what `cell_requests.dumps` writes. Writes
 `sm80.json`, `sm90.json` and `sm100.json`, each whole or as it was, none where one cannot be made;
 prints what was decided, what is missing, which rows did not count, and the regret of the models.
-The same evidence gives the same bytes. Exits with 2 where the input cannot be used.
+The same evidence gives the same bytes. Exits with 2 where the input cannot be used, also where
+there are rows of an architecture and none of them counts: its database would say nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from stream_attention.core.errors import Fault, Faults
+from stream_attention.core.user_paths import user_path
 from stream_attention.planner import cell_requests
+from stream_attention.planner.evidence import Row
+from stream_attention.planner.evidence_finding import COMMIT_FORM, is_commit
 from stream_attention.planner.evidence_rules import Context
 from stream_attention.planner.evidence_store import EvidenceStore, EvidenceStoreError
-from stream_attention.planner.phase_build import HOLD_OUT_SHARE, SALT, compile_database
+from stream_attention.planner.phase_build import HOLD_OUT_SHARE, NOT_ASKED, SALT, compile_database
 from stream_attention.planner.phase_db import (
     ARCHS,
     STATUSES,
@@ -43,23 +48,51 @@ def compile_all(
     """The database of each of `ARCHS`.
 
     commit: the source that rows must be of; `None` = any one. Raises `OSError`, `ValueError` and
-    `EvidenceStoreError` for what cannot be read or may not count together.
+    `EvidenceStoreError` for what cannot be read or may not count together, and where none counts of
+    the rows of an architecture.
     """
-    requests = cell_requests.loads(cells.read_text(encoding="utf-8"), str(cells))
+    context = Context(commit=commit)
+    requests = cell_requests.loads(cells.read_bytes(), str(cells))
     store = EvidenceStore(evidence)
     rows, files = store.rows(), store.files()
-    return tuple(
+    databases = tuple(
         compile_database(
             arch,
             rows,
             cell_requests.of_arch(requests, arch),
-            context=Context(commit=commit),
+            context=context,
             salt=salt,
             hold_out_share=hold_out_share,
             evidence=[each for each in files if each[0].startswith(f"{arch}-")],
         )
         for arch in ARCHS
     )
+    _check_that_rows_count(databases, rows, commit)
+    return databases
+
+
+def _check_that_rows_count(
+    databases: Sequence[PhaseDatabase], rows: Sequence[Row], commit: str | None
+) -> None:
+    """Raise `ValueError` for every database that would be empty though there are rows for it.
+
+    Rows of cells that nobody asked for are not for it, unless their source was asked for by name.
+    """
+    faults = Faults()
+    for database in databases:
+        refused = [
+            each
+            for each in database.refused
+            if commit is not None or not any(why.startswith(NOT_ASKED) for why in each.reasons)
+        ]
+        if database.environment is not None or not refused:
+            continue
+        reasons = Counter(why.partition(":")[0] for each in refused for why in each.reasons)
+        why = ", ".join(f"{name} {count}" for name, count in reasons.most_common())
+        sources = {row.commit for row in rows if row.environment.arch == database.arch}
+        rule = f"none of the {len(refused)} rows of {database.arch} counts ({why}), of commit"
+        faults.add("commit", commit, f"{rule} {' or '.join(sorted(sources)[:4])}")
+    faults.raise_if_any("nothing is written")
 
 
 def summary(database: PhaseDatabase) -> str:
@@ -109,9 +142,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="compile_phase_db", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("evidence", type=Path, help="folder of evidence")
-    parser.add_argument("--cells", type=Path, required=True, help="file of the cells to decide")
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write to")
+    parser.add_argument("evidence", type=user_path, help="folder of evidence")
+    parser.add_argument(
+        "--cells", type=user_path, required=True, help="file of the cells to decide"
+    )
+    parser.add_argument("--output_dir", type=user_path, required=True, help="folder to write to")
     parser.add_argument("--commit", help="count rows of this source alone")
     parser.add_argument(
         "--salt", default=SALT, help="names the split into calibration and hold-out"
@@ -124,6 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     flags = _parser().parse_args(arguments)
     try:
+        if flags.commit is not None and not is_commit(flags.commit):
+            raise ValueError(str(Fault("--commit", flags.commit, COMMIT_FORM, "git rev-parse")))
         if not flags.output_dir.is_dir():
             raise ValueError(f"--output_dir={str(flags.output_dir)!r}: must be a folder; mkdir -p")
         databases = compile_all(

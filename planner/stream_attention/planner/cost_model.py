@@ -48,7 +48,7 @@ MIN_PLACES = 3
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class Range:
-    """`low <= feature <= high` over the cells that a model was fitted on."""
+    """`low <= feature <= high` over the problems of the cells that a model was fitted on."""
 
     feature: str
     low: float
@@ -61,8 +61,9 @@ class Range:
 class Point:
     """A measured cell (first 16 digits of its digest): its row, median, and its place.
 
-    features: in the order of the model's `ranges`. ratio: the median over the model's time there,
-    which estimates nearby are corrected by.
+    features: in the order of the model's `ranges`, as a plan of the cell's problem knows them: of
+    ragged requests the capacity. ratio: the median over the model's time there, which estimates
+    nearby are corrected by.
     """
 
     cell: str
@@ -182,35 +183,45 @@ def family_of(problem: AttentionProblem) -> str:
     """What must agree exactly for times to be of one model: another phase, dtype, mask or promise
     is another kernel, or other work in it. Sizes are features; scale and LSE cost nothing to see.
     """
-    words = [
-        problem.phase,
-        f"q={problem.q_dtype}",
-        f"kv={problem.kv_dtype}",
-        f"out={problem.out_dtype}",
-        problem.cache_kind,
-        # One query that stands at the end sees all, causal or not.
-        "causal" if problem.causal or problem.max_qo_len <= 1 else "full",
-        problem.guarantee,
-    ]
-    flags = {
-        "uniform": problem.uniform,
-        "window": problem.has_window,
-        "soft_cap": problem.logits_soft_cap is not None,
-        "sink": problem.has_sink,
-        f"scales={problem.kv_scales}": problem.kv_scales is not None,
-        f"mask={problem.mask}": problem.mask is not None,
-        "per_head_lists": problem.per_head_lists,
-        "batch_invariant": problem.batch_invariant,
-        "dropout": problem.dropout_p > 0,
-        "differentiable": problem.differentiable,
-    }
-    return " ".join([*words, *(name for name, is_on in flags.items() if is_on)])
+    # One query that stands at the end sees all, causal or not.
+    mask = "causal" if problem.causal or problem.max_qo_len <= 1 else "full"
+    name = (
+        f"{problem.phase} q={problem.q_dtype} kv={problem.kv_dtype} out={problem.out_dtype} "
+        f"{problem.cache_kind} {mask} {problem.guarantee}"
+    )
+    # By `if`, not from a table: a family is asked for by every plan.
+    if problem.uniform:
+        name += " uniform"
+    if problem.has_window:
+        name += " window"
+    if problem.logits_soft_cap is not None:
+        name += " soft_cap"
+    if problem.has_sink:
+        name += " sink"
+    if problem.kv_scales is not None:
+        name += f" scales={problem.kv_scales}"
+    if problem.mask is not None:
+        name += f" mask={problem.mask}"
+    if problem.per_head_lists:
+        name += " per_head_lists"
+    if problem.batch_invariant:
+        name += " batch_invariant"
+    if problem.dropout_p > 0:
+        name += " dropout"
+    if problem.differentiable:
+        name += " differentiable"
+    return name
 
 
-def fit(route: str, role: str, measured: Iterable[Measured]) -> RouteModel | None:
+def fit(
+    route: str, role: str, measured: Iterable[Measured], *, with_errors: bool = True
+) -> RouteModel | None:
     """The model of `route` with the least relative squares, coefficients >= 0.
 
-    All of one family, a cell once, in any order. `None` where fewer than `MIN_PLACES` differ.
+    All of one family, a cell once, in any order. `None` where fewer than `MIN_PLACES` differ, and
+    where the least squares say that something which was measured takes no time.
+    It is fitted to the lengths that were measured, and asked what a plan knows: its ranges and its
+    points are of that. with_errors: `False` leaves them out, which need as many fits as points.
     """
     ordered = sorted(measured, key=lambda each: (each.cell.digest, each.row))
     families = {family_of(each.cell.problem) for each in ordered}
@@ -219,9 +230,14 @@ def fit(route: str, role: str, measured: Iterable[Measured]) -> RouteModel | Non
         return None
     (family,) = families
     coefficients = _solve(features, [each.us for each in ordered])
+    planned = [features_of(each.cell.problem) for each in ordered]
+    modelled = [_time(coefficients, _terms(place)) for place in planned]
+    if not all(0 < us < math.inf for us in modelled):
+        return None
+    without = left_out(ordered, features) if with_errors else []
     errors = [
         abs(us / each.us - 1)
-        for us, each in zip(left_out(ordered, features), ordered, strict=True)
+        for us, each in zip(without, ordered, strict=with_errors)
         if us is not None
     ]
     names = PLACE + EXACT_PLACE
@@ -234,8 +250,8 @@ def fit(route: str, role: str, measured: Iterable[Measured]) -> RouteModel | Non
         ranges=tuple(
             Range(
                 feature=name,
-                low=min(each[name] for each in features),
-                high=max(each[name] for each in features),
+                low=min(each[name] for each in planned),
+                high=max(each[name] for each in planned),
             )
             for name in names
         ),
@@ -245,9 +261,9 @@ def fit(route: str, role: str, measured: Iterable[Measured]) -> RouteModel | Non
                 row=each.row,
                 us=each.us,
                 features=tuple(place[name] for name in names),
-                ratio=each.us / _time(coefficients, _terms(place)),
+                ratio=each.us / us,
             )
-            for each, place in zip(ordered, features, strict=True)
+            for each, place, us in zip(ordered, planned, modelled, strict=True)
         ),
         error_p50=statistics.median(errors) if errors else None,
         error_max=max(errors) if errors else None,
@@ -281,6 +297,11 @@ def left_out(
 
 def _time(coefficients: Sequence[float], terms: Sequence[float]) -> float:
     return math.fsum(c * x for c, x in zip(coefficients, terms, strict=True))
+
+
+def terms_of(cell: Cell) -> tuple[float, ...]:
+    """What a model is fitted to of a cell: cells that agree in it are one to every model."""
+    return _terms(features_of_cell(cell))
 
 
 def _terms(features: Mapping[str, float]) -> tuple[float, ...]:

@@ -16,19 +16,19 @@ from stream_attention.planner.evidence import Fingerprint
 from stream_attention.planner.model_index import RouteEstimate
 from stream_attention.planner.phase_db import PhaseDatabase, load, shipped
 
-_ACCEPTED = "must be None (the shipped ones), a path, a PhaseDatabase, or a sequence of these"
+_ACCEPTED = "must be None (the shipped ones), a path, a PhaseDatabase, or a list or tuple of these"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
     """What one phase database says of a problem, route by route.
 
-    database: `None` where no database is of the device; `why` then says so.
+    database: `None` where no database is of the device; `why` then says so. family: the problem's.
     """
 
     why: str = ""
     database: PhaseDatabase | None = None
-    problem: AttentionProblem | None = None
+    family: str = ""
     estimates: Mapping[str, RouteEstimate] = field(default_factory=dict)
 
     def inside(self, route: str) -> RouteEstimate | None:
@@ -38,26 +38,26 @@ class Found:
 
     def why_not(self, route: str) -> str:
         """Why the route has no estimate from evidence here."""
-        if self.why or self.problem is None:
+        if self.why or not self.family:
             return self.why
         if route in self.estimates:
             return self.estimates[route].why_outside
-        family = cost_model.family_of(self.problem)
         if self.estimates:
-            return f"the route was not measured on problems of this family: {family}"
-        return f"no problem of this family was measured: {family}"
+            return f"the route was not measured on problems of this family: {self.family}"
+        return f"no problem of this family was measured: {self.family}"
 
 
 NOTHING = Found("no route is legal, so no evidence was asked for")
 
 
 def _look_up(database: PhaseDatabase, problem: AttentionProblem, routes: Collection[str]) -> Found:
+    family = cost_model.family_of(problem)
     try:
-        estimates = {each.route: each for each in database.lookup(problem, routes)}
+        estimates = {each.route: each for each in database.lookup(problem, routes, family)}
     except Exception as error:  # a broken database does not harm a call that a route can serve
         why = f"the phase database of {database.arch} is broken: {type(error).__name__}: {error}"
-        return Found(why, database, problem)
-    return Found("", database, problem, estimates)
+        return Found(why, database, family)
+    return Found("", database, family, estimates)
 
 
 class Databases:
@@ -164,7 +164,7 @@ def databases_of(faults: Faults, phase_db: Any) -> Databases:
         return SHIPPED
     if isinstance(phase_db, (str, os.PathLike, PhaseDatabase)):
         named = {"phase_db": phase_db}
-    elif isinstance(phase_db, Sequence) and not isinstance(phase_db, (bytes, bytearray)):
+    elif isinstance(phase_db, (list, tuple)):
         named = {f"phase_db[{index}]": each for index, each in enumerate(phase_db)}
     else:
         faults.add("phase_db", phase_db, f"{_ACCEPTED}; () is none at all", "None")

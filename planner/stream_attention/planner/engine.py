@@ -31,8 +31,8 @@ class StreamAttnEngine:
     policy_name, model_id, layer_id: whose calibrated policy may apply; without a full match every
         call is exact.
     phase_db: evidence that ranks routes on the devices that it was measured on: `None`, the
-        databases inside the wheel; a path, a `PhaseDatabase` or a sequence of these, which are
-        asked before those inside the wheel; `()`, none at all, so that cost models rank.
+        databases inside the wheel; a path, a `PhaseDatabase`, or a list or tuple of these, which
+        are asked before those inside the wheel; `()`, none at all, so that cost models rank.
     registry: the records to choose from; the process-wide registry when `None`.
 
     An engine holds no tensors and may be shared between threads.

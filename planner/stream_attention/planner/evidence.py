@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from stream_attention.core.errors import shown
 from stream_attention.core.ir import (
     Rule,
     check_rules,
@@ -230,10 +232,10 @@ def row_from_plain(plain: Any) -> Row:
     """
     schema = plain.get("schema") if isinstance(plain, dict) else None
     if schema != SCHEMA:
-        raise ValueError(f"schema={schema!r}: must be {SCHEMA!r}; measure again")
+        raise ValueError(f"schema={shown(schema)}: must be {SCHEMA!r}; measure again")
     kind = plain.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"kind={kind!r}: must be one of {', '.join(_KINDS)}")
+        raise ValueError(f"kind={shown(kind)}: must be one of {', '.join(_KINDS)}")
     fields = {key: value for key, value in plain.items() if key not in ("schema", "kind")}
     return from_plain(_KINDS[kind], fields)
 
@@ -259,8 +261,8 @@ def _facts(name: str) -> Rule:
 
 
 def _is_number(value: Any) -> bool:
-    """An int or a float, also one that is not finite."""
-    return isinstance(value, float) or is_int(value)
+    """A float, also one that is not finite, or an int that is no larger than those."""
+    return isinstance(value, float) or (is_int(value) and abs(value) <= sys.float_info.max)
 
 
 def _each(
@@ -278,8 +280,8 @@ def _each(
 
 
 def _counts(*names: str, low: int, optional: bool = False) -> tuple[Rule, ...]:
-    text = f"an int >= {low}"
-    return _each(names, text, lambda value: is_int(value) and value >= low, optional)
+    text = f"an int >= {low} of 64 bits"
+    return _each(names, text, lambda value: is_int(value) and low <= value < 2**63, optional)
 
 
 def _records(cls: type, *names: str) -> tuple[Rule, ...]:

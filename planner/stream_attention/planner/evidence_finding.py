@@ -26,6 +26,9 @@ from stream_attention.planner.evidence import (
 
 Find = Callable[[Row, "Context"], Iterable[Fault]]
 
+COMMIT_FORM = "must be 40 hexadecimal digits: of git, or behind files- of the installed files"
+# A commit of git, or the digest of an installed package's files.
+_COMMIT = re.compile(r"(files-)?[0-9a-f]{40}")
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(Z|\+00:00)", re.ASCII)
 
 
@@ -70,6 +73,11 @@ class RefusalRule:
 
     name: str
     find: Find
+
+
+def is_commit(name: Any) -> bool:
+    """Whether it names a source, as rows do that count."""
+    return isinstance(name, str) and _COMMIT.fullmatch(name) is not None
 
 
 def device_type(arch: str) -> str:

@@ -20,6 +20,7 @@ from stream_attention.planner.evidence_finding import (
     sides_of,
     unless,
 )
+from stream_attention.planner.roofline import attention_work, bounds_us
 
 # The one method of each device that times kernels, and kernels that read from memory.
 KERNEL_METHODS = {"cpu": "cpu_cold", "cuda": "cuda_graph_cold"}
@@ -30,6 +31,9 @@ LEAST_OF_FLOOR = {"cpu": 0.1, "cuda": 0.5}
 # The order statistics of 15 samples hold the median with 99.9 %, those of 5 with 94 %: so many a
 # slow cell of a CPU gets before its time is up.
 MIN_SAMPLES = {"cpu": 5, "cuda": 15}
+# Microseconds that anything measured takes: a clock of the device on one side, a quarter of an hour
+# on the other. Beyond them ratios and models of times stop being numbers.
+LEAST_US, MOST_US = 1e-3, 1e9
 # Cells of some KB would need thousands of sets of inputs to exceed a cache; their time is launch.
 COLD_POOLS = 128
 
@@ -60,6 +64,21 @@ def _samples(timing: Samples, *_: Any) -> Fault | None:
     return unless(not bad, "samples_us", bad[:3], rule)
 
 
+def _in_range(row: Row, _: Context) -> Iterator[Fault]:
+    """What is no number of microseconds at all is said by `samples` and `floor`."""
+    rule = f"must be in {LEAST_US:g}..{MOST_US:g} microseconds"
+    for side in sides_of(row) if row.outcome == "ok" else ():
+        times = () if side.timing is None else side.timing.samples_us
+        bad = [each for each in times if is_time(each) and not LEAST_US <= each <= MOST_US]
+        if bad:
+            yield Fault(f"{side.prefix}timing.samples_us", bad[:3], rule)
+    floor = row.floor_us if isinstance(row, EvidenceRow) else None
+    if floor is None or (row.outcome == "ok" and not is_time(floor)):
+        return
+    if not LEAST_US <= floor <= MOST_US:
+        yield Fault("floor_us", floor, rule)
+
+
 def _few(timing: Samples, row: Row, context: Context) -> Fault | None:
     least = context.min_samples or MIN_SAMPLES[device_type(row.environment.arch)]
     count = len(timing.samples_us)
@@ -68,7 +87,8 @@ def _few(timing: Samples, row: Row, context: Context) -> Fault | None:
 
 def _warm_rotation(timing: Samples, row: Row, _: Context) -> Fault | None:
     read = timing.num_pools * row.cell.kv_tokens * row.cell.problem.kv_token_bytes
-    cold = timing.num_pools >= COLD_POOLS or read > row.environment.l2_bytes
+    # An L2 that is not known may be of any size.
+    cold = timing.num_pools >= COLD_POOLS or read > row.environment.l2_bytes > 0
     held = cold or device_type(row.environment.arch) == "cpu"
     rule = f"their {read} bytes of K and V fit into {row.environment.l2_bytes} of L2"
     return unless(held, "num_pools", timing.num_pools, rule, COLD_POOLS)
@@ -99,6 +119,21 @@ def too_fast(parameter: str, timing: Samples, row: Row, floor_us: float) -> Faul
     least = least_plausible_us(device_type(row.environment.arch), floor_us)
     rule = f"reading the bytes of the cell takes more than {least:.4g}, its floor is {floor_us:.4g}"
     return unless(not timing.p50_us < least, parameter, round(timing.p50_us, 4), rule)
+
+
+def _beyond_roofline(timing: Samples, row: Row, _: Context) -> Fault | None:
+    """A fault where the median is below what the device's own data sheet allows for the cell."""
+    if not are_times(timing):
+        return None
+    here, cell = row.environment, row.cell
+    work = attention_work(cell.problem, cell.kv_lens, cell.qo_lens)
+    limits = bounds_us(work, here.device)  # L2 too is that of the sheet, not what the row says
+    if limits is None:
+        return None
+    limit = max(limits, key=lambda name: limits[name])
+    rule = f"{limit} of {here.device} alone takes {limits[limit]:.4g} us"
+    held = timing.p50_us >= limits[limit]
+    return unless(held, "p50_us", round(timing.p50_us, 4), rule)
 
 
 def _is_size(value: float | None) -> bool:
@@ -168,7 +203,9 @@ NUMBER_RULES = (
             ),
         ),
     ),
+    RefusalRule("time_range", _in_range),
     RefusalRule("implausible", of_ok(EvidenceRow, _implausible)),
+    RefusalRule("beyond_roofline", of_timings(_beyond_roofline)),
     RefusalRule(
         "bound_missing",
         of_checks(

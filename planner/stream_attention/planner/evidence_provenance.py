@@ -8,10 +8,12 @@ import re
 from stream_attention.core.errors import Fault
 from stream_attention.planner.evidence import OUTCOMES, EvidenceRow, PairRow, Row
 from stream_attention.planner.evidence_finding import (
+    COMMIT_FORM,
     Context,
     Find,
     RefusalRule,
     device_type,
+    is_commit,
     of_any,
     of_single,
     sides_of,
@@ -23,19 +25,17 @@ from stream_attention.planner.evidence_finding import (
 CLOCK_SLACK = datetime.timedelta(minutes=5)
 
 _ARCH = re.compile(r"cpu|sm_[0-9]{2,3}")
-# A commit of git, or the digest of an installed package's files.
-_COMMIT = re.compile(r"(files-)?[0-9a-f]{40}")
 _NATIVE = re.compile(r"sm([0-9]{2,3})(_.*)?")
 
 
 def _commit(row: Row, _: Context) -> Fault | None:
     commit = row.commit.partition("+")[0]
-    held = _COMMIT.fullmatch(commit) is not None
+    held = is_commit(commit)
     return unless(
         held,
         "commit",
         row.commit,
-        "must be 40 hexadecimal digits: of git, or behind files- of the installed files",
+        COMMIT_FORM,
     )
 
 

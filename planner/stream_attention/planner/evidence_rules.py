@@ -11,16 +11,18 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from stream_attention.core.errors import Fault
-from stream_attention.planner.evidence import EvidenceRow, PairRow, Row
+from stream_attention.core.errors import Fault, shown
+from stream_attention.planner.evidence import EvidenceRow, Fingerprint, PairRow, Row
 from stream_attention.planner.evidence_finding import (
     Context,
     Refusal,
     RefusalRule,
+    device_type,
     sides_of,
     time_of,
 )
 from stream_attention.planner.evidence_numbers import (
+    LEAST_OF_FLOOR,
     NUMBER_RULES,
     are_times,
     least_plausible_us,
@@ -32,6 +34,11 @@ ROW_RULES: tuple[RefusalRule, ...] = (*PROVENANCE_RULES, *NUMBER_RULES)
 
 # What was measured: kind, digest of the cell, contenders.
 Key = tuple[str, str, frozenset[str]]
+# Where: digest of the cell, environment. All rows of one have one floor.
+Place = tuple[str, Fingerprint]
+# Floors of one place are reads of the same bytes by the same method: they differ by no more than a
+# time may be below a floor.
+MOST_OF_FLOORS = {device: 1 / share for device, share in LEAST_OF_FLOOR.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,7 @@ def refusals(
     rules: `ROW_RULES` by default.
     """
     if not isinstance(row, (EvidenceRow, PairRow)):
-        raise ValueError(f"row={row!r}: must be an EvidenceRow or a PairRow")
+        raise ValueError(f"row={shown(row)}: must be an EvidenceRow or a PairRow")
     context = Context() if context is None else context
     return tuple(
         Refusal(rule.name, str(fault))
@@ -174,6 +181,16 @@ def _versions(rows: tuple[Row, ...]) -> Iterator[Fault]:
             yield Fault("versions", sorted(versions), f"{name}: must be one in a set")
 
 
+def _roles(rows: tuple[Row, ...]) -> Iterator[Fault]:
+    found = defaultdict(set)
+    for row in rows:
+        if isinstance(row, EvidenceRow):
+            found[row.requested].add(row.role)
+    for name, roles in sorted(found.items()):
+        if len(roles) > 1:
+            yield Fault("role", sorted(roles), f"{name}: must be one in a set")
+
+
 def _duplicate_ids(rows: tuple[Row, ...]) -> Iterator[Fault]:
     for found, count in Counter(row.id for row in rows).items():
         if count > 1:
@@ -188,19 +205,47 @@ def _measured_twice(rows: tuple[Row, ...]) -> Iterator[Fault]:
             yield Fault("id", ids, rule, "evidence_rules.latest")
 
 
-def _pair_implausible(rows: tuple[Row, ...]) -> Iterator[Fault]:
-    floors = {
-        row.cell.digest: row.floor_us
-        for row in rows
-        if isinstance(row, EvidenceRow) and row.floor_us is not None
-    }
+def _floors(rows: tuple[Row, ...]) -> dict[Place, list[EvidenceRow]]:
+    """The rows of each cell in each environment that say its floor, ascending by it."""
+    found: defaultdict[Place, list[EvidenceRow]] = defaultdict(list)
     for row in rows:
-        if isinstance(row, PairRow) and row.cell.digest in floors:
+        if isinstance(row, EvidenceRow) and row.floor_us is not None:
+            found[row.cell.digest, row.environment].append(row)
+    return {place: sorted(of, key=_floor_of) for place, of in found.items()}
+
+
+def _floor_of(row: EvidenceRow) -> float:
+    return row.floor_us or 0.0
+
+
+def _floors_differ(rows: tuple[Row, ...]) -> Iterator[Fault]:
+    for (cell, environment), known in _floors(rows).items():
+        least, most = known[0], known[-1]
+        apart = MOST_OF_FLOORS[device_type(environment.arch)]
+        if _floor_of(most) > apart * _floor_of(least):
+            rule = (
+                f"cell {cell[:16]}: floors of rows {least.id} and {most.id}, which are one read of "
+                f"one memory, must be within {apart:g}x"
+            )
+            yield Fault("floor_us", [_floor_of(least), _floor_of(most)], rule, "one run of all")
+
+
+def _below_largest_floor(kind: type) -> Callable[[tuple[Row, ...]], Iterator[Fault]]:
+    """A rule that a row's times are held to the largest floor of its cell: its own may be wrong."""
+
+    def find(rows: tuple[Row, ...]) -> Iterator[Fault]:
+        floors = _floors(rows)
+        for row in rows:
+            known = floors.get((row.cell.digest, row.environment))
+            if known is None or not isinstance(row, kind) or row.outcome != "ok":
+                continue
             for side in sides_of(row):
                 if side.timing is not None and are_times(side.timing):
                     parameter = f"{row.id}.{side.prefix}timing.p50_us"
-                    fault = too_fast(parameter, side.timing, row, floors[row.cell.digest])
+                    fault = too_fast(parameter, side.timing, row, _floor_of(known[-1]))
                     yield from () if fault is None else (fault,)
+
+    return find
 
 
 SET_RULES = (
@@ -208,10 +253,15 @@ SET_RULES = (
     SetRule("mixed_environments", _environments),
     SetRule("mixed_commits", _commits),
     SetRule("mixed_versions", _versions),
+    SetRule("mixed_roles", _roles),
     SetRule("duplicate_ids", _duplicate_ids),
     SetRule("measured_twice", _measured_twice),
-    SetRule("pair_implausible", _pair_implausible),
+    SetRule("floors_differ", _floors_differ),
+    SetRule("row_implausible", _below_largest_floor(EvidenceRow)),
+    SetRule("pair_implausible", _below_largest_floor(PairRow)),
 )
+# Rules that a cell breaks by its own rows, whatever other cells hold.
+CELL_RULES = ("measured_twice", "floors_differ", "row_implausible", "pair_implausible")
 
 __all__ = [
     "Context",

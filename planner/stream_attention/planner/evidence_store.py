@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stream_attention.core.atomic_files import replace_file
+from stream_attention.core.atomic_files import read_file, replace_file
+from stream_attention.core.errors import shown
 from stream_attention.core.ir import is_int
+from stream_attention.core.json_text import parse_json
 from stream_attention.planner.evidence import EvidenceRow, PairRow, Row, plain_of, row_from_plain
 from stream_attention.planner.plain import canonical_json
 
@@ -96,7 +98,7 @@ class EvidenceStore:
                 index = self._index()
                 if index.setdefault(name, entry) != entry:
                     raise EvidenceStoreError(f"{name}: is in {INDEX} with another hash")
-                index.update(self._adopted(index, self._names()))
+                index.update(self._adopted(index, self._names(), []))
                 self._write_index(index)
             except (OSError, EvidenceStoreError) as error:
                 raise EvidenceStoreError(
@@ -144,19 +146,14 @@ class EvidenceStore:
 
     def _verified(self) -> list[tuple[str, _Entry, tuple[_Known, ...]]]:
         """Every file with its entry and its rows."""
+        faults: list[str] = []
         try:
             index = self._index()  # before the folder: a file is there before the index has it
-            names = self._names()
-            index.update(self._adopted(index, names))
+            index.update(self._adopted(index, self._names(), faults))
         except OSError as error:
             raise EvidenceStoreError(
                 f"evidence={str(self.path)!r}: could not be read ({_reason(error)})"
             ) from error
-        faults = [
-            f"{name}: is not in {INDEX}, and no file of rows that is named after its content"
-            for name in names
-            if name not in index
-        ]
         found = []
         for name, entry in sorted(index.items()):
             try:
@@ -171,7 +168,7 @@ class EvidenceStore:
     def _file(self, name: str, entry: _Entry) -> tuple[_Known, ...]:
         """The rows of a file that is as the index has it."""
         try:
-            content = (self.path / name).read_bytes()
+            content = read_file(self.path / name)
         except FileNotFoundError:
             raise EvidenceStoreError(f"is in {INDEX}, and not there") from None
         sha256 = hashlib.sha256(content).hexdigest()
@@ -182,6 +179,7 @@ class EvidenceStore:
         if sha256 not in self._parsed:
             self._parsed[sha256] = _parsed(content)
         known = self._parsed[sha256]
+        _check_arch(name, known)
         if len(known) != entry.rows:
             raise EvidenceStoreError(f"has {len(known)} rows, {INDEX} has {entry.rows}")
         return known
@@ -189,18 +187,22 @@ class EvidenceStore:
     def _names(self) -> list[str]:
         return sorted(path.name for path in self.path.iterdir() if path.suffix == SUFFIX)
 
-    def _adopted(self, index: dict[str, _Entry], names: list[str]) -> dict[str, _Entry]:
-        """Those of the files that are not in the index, and are named after their content."""
+    def _adopted(
+        self, index: dict[str, _Entry], names: list[str], faults: list[str]
+    ) -> dict[str, _Entry]:
+        """Those of the files that are not in the index, and are named after their content.
+
+        What is wrong with the others goes to `faults`.
+        """
         found = {}
         for name in names:
-            match = _NAME.fullmatch(name)
-            if name in index or match is None:
+            if name in index:
                 continue
-            with contextlib.suppress(*_UNREADABLE, OSError):
-                content = (self.path / name).read_bytes()
-                sha256 = hashlib.sha256(content).hexdigest()
-                if sha256.startswith(match[1]):
-                    found[name] = _Entry(sha256, len(_parsed(content)))
+            try:
+                found[name] = self._unlisted(name)
+            except (*_UNREADABLE, OSError, EvidenceStoreError) as error:
+                rule = f"is not in {INDEX}, and no file of rows that is named after its content"
+                faults.append(f"{name}: {rule} ({_reason(error)})")
         if found:
             warnings.warn(
                 f"evidence={str(self.path)!r}: {', '.join(found)} not in {INDEX}, named after "
@@ -210,14 +212,31 @@ class EvidenceStore:
             )
         return found
 
+    def _unlisted(self, name: str) -> _Entry:
+        """What the index would have of a file. Raises where it may not."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise EvidenceStoreError("its name is none of a file of rows")
+        content = read_file(self.path / name)
+        sha256 = hashlib.sha256(content).hexdigest()
+        if not sha256.startswith(match[1]):
+            raise EvidenceStoreError(f"its SHA-256 is {sha256[:16]}…")
+        known = _parsed(content)
+        _check_arch(name, known)
+        return _Entry(sha256, len(known))
+
     def _index(self) -> dict[str, _Entry]:
         """The index; empty where there is none. Raises for one that is broken."""
         try:
-            text = (self.path / INDEX).read_bytes()
+            text = read_file(self.path / INDEX)
         except FileNotFoundError:
             return {}
+        except OSError as error:
+            raise EvidenceStoreError(
+                f"evidence={str(self.path)!r}: {INDEX} could not be read ({_reason(error)})"
+            ) from error
         try:
-            return _index_of(json.loads(text))
+            return _index_of(parse_json(text))
         except _UNREADABLE as error:
             raise EvidenceStoreError(
                 f"evidence={str(self.path)!r}: {INDEX} is broken ({_reason(error)}); remove it to "
@@ -228,12 +247,8 @@ class EvidenceStore:
         path = self.path / name
         try:
             if path.exists():
-                if path.read_bytes() == content:
-                    return
-                raise EvidenceStoreError(
-                    f"evidence={str(self.path)!r}: {name} is there with other content, the rows "
-                    "are not in the store; move the file away"
-                )
+                self._check_same(path, content)
+                return
             replace_file(path, content)
         except OSError as error:
             # There all the same: its folder could not be synced, or a network lost the answer.
@@ -247,6 +262,18 @@ class EvidenceStore:
                     else f"could not be written ({_reason(error)}): the rows are not in the store"
                 )
             ) from error
+
+    def _check_same(self, path: Path, content: bytes) -> None:
+        """Raise where what bears the name of a new file is another."""
+        try:
+            fault = "" if read_file(path) == content else "with other content"
+        except OSError as error:
+            fault = f"and is no file of rows ({_reason(error)})"
+        if fault:
+            raise EvidenceStoreError(
+                f"evidence={str(self.path)!r}: {path.name} is there {fault}, the rows are not in "
+                "the store; move it away"
+            )
 
     def _write_index(self, index: dict[str, _Entry]) -> None:
         files = {name: {"sha256": e.sha256, "rows": e.rows} for name, e in index.items()}
@@ -291,16 +318,32 @@ def _file_of(rows: tuple[Row, ...]) -> tuple[str, bytes, int]:
         raise ValueError("rows=(): needs at least one row")
     bad = [row for row in rows if not isinstance(row, (EvidenceRow, PairRow))]
     if bad:
-        raise ValueError(f"rows={bad[0]!r}: must be EvidenceRow or PairRow")
+        raise ValueError(f"rows={shown(bad[0])}: must be EvidenceRow or PairRow")
     (arch, *others) = sorted({row.environment.arch for row in rows})
     if others or not _ARCH.fullmatch(arch):
         raise ValueError(
             f"rows: of {', '.join(map(repr, [arch, *others]))}: must be of one architecture, such "
             "as 'sm_90'"
         )
-    content = "".join(f"{canonical_json(plain_of(row))}\n" for row in rows).encode()
+    content = "".join(map(_line_of, range(len(rows)), rows)).encode()
     _parsed(content)  # what could not be read back is refused before it is written
     return f"{arch}-{hashlib.sha256(content).hexdigest()[:16]}{SUFFIX}", content, len(rows)
+
+
+def _line_of(index: int, row: Row) -> str:
+    try:
+        return f"{canonical_json(plain_of(row))}\n"
+    except (*_UNREADABLE, OverflowError) as error:
+        raise ValueError(f"rows[{index}]: has no text ({_reason(error)})") from None
+
+
+def _check_arch(name: str, rows: tuple[_Known, ...]) -> None:
+    """Raise where a file is named after another architecture than that of its rows."""
+    named, found = name.rpartition("-")[0], {known.row.environment.arch for known in rows}
+    if found != {named}:
+        raise EvidenceStoreError(
+            f"is named after {named!r}, and has rows of {', '.join(map(repr, sorted(found)))}"
+        )
 
 
 def _parsed(content: bytes) -> tuple[_Known, ...]:
@@ -311,7 +354,7 @@ def _parsed(content: bytes) -> tuple[_Known, ...]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            row = row_from_plain(json.loads(line))
+            row = row_from_plain(parse_json(line))
             if canonical_json(plain_of(row)) != line:
                 raise ValueError("must be the canonical text of its row")
         except _UNREADABLE as error:

@@ -17,7 +17,10 @@ def non_negative(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> l
     columns = list(zip(*rows, strict=True))
     scales = [math.sqrt(math.fsum(x * x for x in column)) or 1.0 for column in columns]
     columns = [tuple(x / s for x in c) for c, s in zip(columns, scales, strict=True)]
-    gram = [[_dot(one, other) for other in columns] for one in columns]
+    gram = [[0.0] * len(columns) for _ in columns]
+    for i, one in enumerate(columns):
+        for j, other in enumerate(columns[: i + 1]):
+            gram[i][j] = gram[j][i] = _dot(one, other)
     against = [_dot(column, targets) for column in columns]
     least = _GAIN * math.sqrt(_dot(targets, targets))
     solution = [0.0] * len(columns)

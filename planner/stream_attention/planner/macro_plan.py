@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json
 import math
 import textwrap
@@ -33,10 +34,17 @@ from stream_attention.planner.macro_launch import MacroLaunch, Part, uniform_for
 from stream_attention.planner.modes import PolicyIdentity, decide_with
 from stream_attention.planner.plan import AttentionPlan
 from stream_attention.planner.ranking import Ranking
+from stream_attention.planner.roofline import TimedCandidate, Work, prune
 
 Rank = Callable[[AttentionProblem, DeviceFacts], Ranking]
 """The engine's own ranking of routes."""
 
+# Keywords of a call, less those that a macro plan sets itself.
+_OPTIONS = tuple(
+    name
+    for name, parameter in inspect.signature(describe).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("max_qo_len", "allocate", "flags")
+)
 AUTO = "auto"
 MACRO_NAMES = (AUTO, *(macro.name for macro in MACROS))
 # What a batch-invariant batch gets: its classes follow from each request's own number of queries.
@@ -163,33 +171,15 @@ def plan_batch(
     macro: str,
     mode: str,
     validate: bool,
-    v_cache: torch.Tensor | None = None,
-    sm_scale: float | None = None,
-    causal: bool = True,
-    window_left: int | None = None,
-    window_right: int | None = None,
-    logits_soft_cap: float | None = None,
-    attn_sink: torch.Tensor | None = None,
-    return_lse: bool = False,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    batch_invariant: bool = False,
+    **options: Any,
 ) -> MacroPlan:
     """The plan of `StreamAttnEngine.plan_batch`, which says what the arguments are."""
-    options: dict[str, Any] = {
-        "v_cache": v_cache,
-        "sm_scale": sm_scale,
-        "causal": causal,
-        "window_left": window_left,
-        "window_right": window_right,
-        "logits_soft_cap": logits_soft_cap,
-        "attn_sink": attn_sink,
-        "return_lse": return_lse,
-        "out": out,
-        "lse": lse,
-        "batch_invariant": batch_invariant,
-        "flags": {"validate": validate},
-    }
+    for name in options:
+        if name not in _OPTIONS:
+            close = difflib.get_close_matches(name, _OPTIONS, n=1, cutoff=0.0)[0]
+            what = f"unexpected keyword argument {name!r}; the nearest is {close!r}"
+            raise TypeError(f"plan_batch() got an {what}")
+    options["flags"] = {"validate": validate}
     own = _faults(q, cache, qo_lens, macro)
     with home_of(q):
         decision, described = decide_with(
@@ -215,7 +205,7 @@ def plan_batch(
         tile_plan = AttentionTilePlan.for_problem(described.problem)
         built = _as_built(chosen, alternatives, f"{decision.reason}; {why}", tile_plan, device)
     given = {"q": q, **tensors_of(described.cache)}
-    given.update(attn_sink=attn_sink, out=out, lse=lse)
+    given.update({name: options.get(name) for name in ("attn_sink", "out", "lse")})
     return MacroPlan(described, tile_plan, built, given, lens)
 
 
@@ -297,6 +287,9 @@ def _alternatives(
             found.append(_Alternative(macro, reason=f"the same cohorts as {known[form]}"))
             continue
         known[form] = f"macro({macro.name})"
+        if reason := _pruned(found, len(cohorts), device):
+            found.append(_Alternative(macro, reason=reason))
+            continue
         try:
             launch = MacroLaunch(macro.name, cohorts, qo_lens, problem, device, bound, build_part)
         except UnsupportedProblem as error:
@@ -304,6 +297,17 @@ def _alternatives(
             continue
         found.append(_Alternative(macro, launch, _capturable(launch, device, registry)))
     return found
+
+
+def _pruned(found: list[_Alternative], num_cohorts: int, device: DeviceFacts) -> str:
+    """Why so many launches, one a cohort at least, cannot win against the best so far; or ''."""
+    best = min((each for each in found if each.launch), key=lambda each: each.order, default=None)
+    if best is None or not best.capturable or not math.isfinite(best.order[1]):
+        return ""
+    known = TimedCandidate(name=best.name, work=Work(read_bytes=0), time_us=best.order[1])
+    other = TimedCandidate(name="other", work=Work(read_bytes=0, num_launches=num_cohorts))
+    _, dropped = prune((known, other), device)
+    return f"not built: {dropped[0].reasons[0]}" if dropped else ""
 
 
 def _why_only(wanted: str) -> str:

@@ -31,6 +31,9 @@ from stream_attention.planner.evidence import ROLES
 
 NUM_ROWS = 3
 """Rows that an estimate names."""
+NEAR_PLACES = 4
+"""Places of a route that its estimate is corrected by, at most."""
+MOST_KNOWN = 1024
 CLOSEST = 1e-3
 """Square of the distance, in octaves, below which places are taken for one."""
 
@@ -61,13 +64,16 @@ class ModelIndex:
         self._families = {name: _Family(each) for name, each in by_family.items()}
 
     def lookup(
-        self, problem: AttentionProblem, routes: Collection[str] | None = None
+        self,
+        problem: AttentionProblem,
+        routes: Collection[str] | None = None,
+        family_name: str | None = None,
     ) -> tuple[RouteEstimate, ...]:
         """An estimate a model of the problem's family, fastest first, ties by role and name.
 
-        routes: those to ask for; `None` = all.
+        routes: those to ask for; `None` = all. family_name: `family_of(problem)` where it is known.
         """
-        family = self._families.get(family_of(problem))
+        family = self._families.get(family_name or family_of(problem))
         return family.estimates(features_of(problem), routes) if family is not None else ()
 
 
@@ -81,7 +87,10 @@ class _Family:
         limits = {_limits_of(model): None for model in ordered}
         self._limits = tuple(limits)
         # Models of routes that were measured on the same cells share their limits: checked once.
-        self._models = [(model, list(limits).index(_limits_of(model))) for model in ordered]
+        self._models = {
+            model.route: (model, list(limits).index(_limits_of(model)), order)
+            for order, model in enumerate(ordered)
+        }
         self._terms = {model.features for model in ordered}
         rows: dict[tuple[float, ...], _OfRoute] = {}
         for model in ordered:
@@ -107,28 +116,38 @@ class _Family:
         places = self._near_exact.get(place[len(PLACE) :])
         near = places.near(place[: len(PLACE)]) if places is not None else []
         found = []
-        for model, limits in self._models:
-            route = model.route
-            if routes is not None and route not in routes:
+        for route in self._models if routes is None else routes:
+            known = self._models.get(route)
+            if known is None:
                 continue
-            rows: tuple[str, ...] = ()
+            model, limits, order = known
+            rows: list[str] = []
             us = sum(map(operator.mul, model.coefficients, terms[model.features]))
             if within[limits]:
-                here = [
-                    (weight, row, ratio)
-                    for weight, each in near
-                    if route in each
-                    for row, ratio in each[route]
-                ]
-                rows = tuple([row for _, row, _ in here])
+                total = weights = 0.0
+                num_places = 0
+                for distance, of_route in near:
+                    if route not in of_route:  # others' measurements do not take its places
+                        continue
+                    weight = (distance * distance + CLOSEST) ** -1
+                    for row, ratio in of_route[route]:
+                        total += weight * ratio
+                        weights += weight
+                        rows.append(row)
+                    num_places += 1
+                    if num_places == NEAR_PLACES:
+                        break
                 why = "" if rows else _NOTHING_NEAR
-                if here:
-                    us *= sum([w * ratio for w, _, ratio in here]) / sum([w for w, _, _ in here])
+                us *= total / weights if rows else 1.0
+                if rows and not 0.0 < us < math.inf:
+                    rows, why = [], f"its model says {us:g} us there, which is no time"
             else:
                 why = _why_outside(model, features)
-            found.append(RouteEstimate(route, model.role, us, not why, rows[:NUM_ROWS], why))
-        found.sort(key=_us)  # stable: ties stay in the order of the models
-        return tuple(found)
+            named = tuple(rows[:NUM_ROWS])
+            estimate = RouteEstimate(route, model.role, us, not why, named, why)
+            found.append((us, order, estimate))  # ties stay in the order of the models
+        found.sort()
+        return tuple([estimate for _, _, estimate in found])
 
 
 _OfRoute = dict[str, list[tuple[str, float]]]
@@ -137,31 +156,57 @@ _Place = tuple[tuple[float, ...], _OfRoute]
 
 
 class _Places:
-    """Octaves of `PLACE` with rows by route, in order of the first."""
+    """Octaves of `PLACE` with rows by route, in groups that agree in all but bytes and longest.
 
-    __slots__ = ("_first", "_places")
+    A group is in order of its bytes.
+    """
+
+    __slots__ = ("_groups", "_known")
 
     def __init__(self, places: Sequence[_Place]) -> None:
-        self._places = sorted(places, key=lambda each: each[0])
-        self._first = [octaves[0] for octaves, _ in self._places]
+        groups: dict[tuple[float, ...], list[_Place]] = {}
+        for place in sorted(places, key=lambda each: each[0]):
+            groups.setdefault(place[0][2:], []).append(place)
+        self._groups = [
+            (shared, [at[0] for at, _ in each], each) for shared, each in groups.items()
+        ]
+        self._known: dict[tuple[float, ...], list[_Group]] = {}
 
     def near(self, at: Sequence[float]) -> list[tuple[float, _OfRoute]]:
-        """The places that are near, nearest first, with their weights."""
-        octaves = list(map(_octaves, at))
-        first = bisect.bisect_left(self._first, octaves[0] - NEAR_OCTAVES)
-        last = bisect.bisect_right(self._first, octaves[0] + NEAR_OCTAVES)
+        """Every place that is near, nearest first, with its distance."""
+        num_bytes, longest = _octaves(at[0]), _octaves(at[1])
         near = []
-        for place, of_route in self._places[first:last]:
-            distance = 0.0
-            for here, there in zip(octaves, place, strict=True):
-                apart = abs(here - there)
-                if apart > NEAR_OCTAVES:
-                    break
-                distance += apart
-            else:
-                near.append((distance, of_route))
+        for distance, firsts, places in self._near_groups(tuple(at[2:])):
+            begin = bisect.bisect_left(firsts, num_bytes - NEAR_OCTAVES)
+            end = bisect.bisect_right(firsts, num_bytes + NEAR_OCTAVES)
+            for place, of_route in places[begin:end]:
+                length = abs(longest - place[1])
+                if length <= NEAR_OCTAVES:
+                    near.append((distance + length + abs(num_bytes - place[0]), of_route))
         near.sort(key=operator.itemgetter(0))  # stable: ties stay in the order of the places
-        return [((distance**2 + CLOSEST) ** -1, of_route) for distance, of_route in near]
+        return near
+
+    def _near_groups(self, at: tuple[float, ...]) -> list[_Group]:
+        """Groups that are near in what they share, with the distance in it.
+
+        A process asks for few batches and shapes, many times: remembered, `MOST_KNOWN` of them.
+        """
+        known = self._known.get(at)
+        if known is None:
+            octaves = list(map(_octaves, at))
+            known = []
+            for shared, firsts, places in self._groups:
+                apart = [abs(one - other) for one, other in zip(octaves, shared, strict=True)]
+                if max(apart) <= NEAR_OCTAVES:
+                    known.append((sum(apart), firsts, places))
+            if len(self._known) >= MOST_KNOWN:
+                self._known = {}
+            self._known[at] = known
+        return known
+
+
+_Group = tuple[float, list[float], list[_Place]]
+"""A distance, bytes of places in order, the places."""
 
 
 def _limits_of(model: RouteModel) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -182,7 +227,6 @@ def _octaves(value: float) -> float:
 
 
 _PLACES = PLACE + EXACT_PLACE
-_us = operator.attrgetter("us")
 _NOTHING_NEAR = (
     f"within the measured ranges, but no measurement is within a factor of {2**NEAR_OCTAVES:.0f}"
 )

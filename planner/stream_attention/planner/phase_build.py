@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 
 from stream_attention.planner.cell_requests import CellRequest, check_distinct
 from stream_attention.planner.evidence import EvidenceRow, Fingerprint, PairRow, Row
-from stream_attention.planner.evidence_rules import Context, check_set, latest, refusals
+from stream_attention.planner.evidence_rules import (
+    CELL_RULES,
+    SET_RULES,
+    Context,
+    check_set,
+    latest,
+    refusals,
+)
 from stream_attention.planner.phase_compiler import CellEvidence, decide
 from stream_attention.planner.phase_db import PhaseDatabase, RefusedRow
 from stream_attention.planner.phase_regret import Judged, models_of, regrets
@@ -19,6 +26,8 @@ from stream_attention.planner.split import HOLD_OUT, assignment
 
 SALT = "phase_db"
 HOLD_OUT_SHARE = 0.25
+NOT_ASKED = "cell"
+"""What a row is refused by whose cell nobody asked for, before the colon."""
 
 
 @dataclass(slots=True)
@@ -69,6 +78,7 @@ def compile_database(
         for request in ordered
     ]
     models = models_of(judged)
+    own_regret, all_regret = regrets(judged, models)
     return PhaseDatabase(
         arch=arch,
         environment=sifted.environment,
@@ -77,8 +87,8 @@ def compile_database(
         evidence=tuple(sorted(set(evidence))),
         commit=",".join(sorted({row.commit for row in sifted.rows})),
         compiled_at=max((row.taken_at for row in sifted.rows), default=""),
-        own_regret=regrets(judged, models, with_peers=False),
-        all_regret=regrets(judged, models, with_peers=True),
+        own_regret=own_regret,
+        all_regret=all_regret,
         refused=tuple(sorted(sifted.refused, key=lambda each: (each.cell, each.row))),
     )
 
@@ -94,7 +104,7 @@ def _sift(
     for _, row in sorted(here.items()):
         reasons = [str(each) for each in refusals(row, context)]
         if row.cell.digest not in asked:
-            reasons.append("cell: is not among those that were asked for")
+            reasons.append(f"{NOT_ASKED}: is not among those that were asked for")
         if reasons:
             sifted.refuse(row, *reasons)
         else:
@@ -113,9 +123,35 @@ def _sift(
     kept, superseded = latest(same)
     for row in superseded:
         sifted.refuse(row, "superseded: the same was measured again later")
-    sifted.environment = environment
-    sifted.rows = check_set(kept, context).rows()
+    kept = _sound(kept, context, sifted)
+    if kept:
+        sifted.environment = environment
+        sifted.rows = tuple(kept)
     return sifted
+
+
+def _sound(kept: Sequence[Row], context: Context, sifted: _Sifted) -> Sequence[Row]:
+    """The rows but those of cells that break one of `CELL_RULES`, refused with the reason.
+
+    One bad row costs its cell and not the database, as a store keeps every row for good. Raises
+    `ValueError` where a rule of the whole set is broken.
+    """
+    verdict = check_set(kept, context)
+    if any(each.rule not in CELL_RULES for each in verdict.refusals):
+        verdict.rows()
+    rules = [rule for rule in SET_RULES if rule.name in CELL_RULES]
+    by_cell: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in kept:
+        by_cell[row.cell.digest].append(row)
+    sound: list[Row] = []
+    for rows in by_cell.values():
+        reasons = [str(each) for each in check_set(rows, context, rules).refusals]
+        if reasons:
+            for row in rows:
+                sifted.refuse(row, *reasons)
+        else:
+            sound += rows
+    return sound
 
 
 def _by_cell(rows: Iterable[Row]) -> dict[str, CellEvidence]:

@@ -170,7 +170,8 @@ def _reason(
     if chosen is None:
         words = ["not every outcome that decides is known"]
     elif chosen is native and ratio is None:
-        words = [f"{chosen.route}: no eligible baseline is correct here"]
+        asked = "no eligible baseline is correct here" if request.baselines else "asked for alone"
+        words = [f"{chosen.route}: {asked}"]
     elif chosen is native:
         assert ratio is not None
         verb = "beats" if ratio.high < 1 else "ties"

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stream_attention.core.atomic_files import replace_file
+from stream_attention.core.atomic_files import read_file, replace_file
+from stream_attention.core.errors import shown
 from stream_attention.core.ir import Rule, check_rules, evaluable_repr, is_name, is_tuple_of
+from stream_attention.core.json_text import parse_json
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.planner.cells import Cell
 from stream_attention.planner.cost_model import RouteModel
@@ -142,7 +144,7 @@ class RegretSummary:
     """Regret of the choice by models among one set of routes.
 
     calibration: cells that models are fitted on. hold_out: the others. leave_one_out: each cell by
-    models fitted without it and its equals, whether they are inside there or not.
+    models fitted without it and its equals. Cells outside of what models know are only counted.
     """
 
     calibration: Regret = Regret()
@@ -194,12 +196,16 @@ class PhaseDatabase:
     __repr__ = evaluable_repr
 
     def lookup(
-        self, problem: AttentionProblem, routes: Collection[str] | None = None
+        self,
+        problem: AttentionProblem,
+        routes: Collection[str] | None = None,
+        family_name: str | None = None,
     ) -> tuple[RouteEstimate, ...]:
         """The models' estimates for `problem`, fastest first, each with whether it is measured
         there; `()` where nothing like it was measured. routes: those to ask for; `None` = all.
+        family_name: `family_of(problem)` where it is known.
         """
-        return self.index.lookup(problem, routes)
+        return self.index.lookup(problem, routes, family_name)
 
     @functools.cached_property
     def index(self) -> ModelIndex:
@@ -224,21 +230,18 @@ class PhaseDatabase:
         replace_file(Path(path), self.dumps().encode())
 
 
-def loads(text: str, source: str = "phase database") -> PhaseDatabase:
+def loads(text: str | bytes, source: str = "phase database") -> PhaseDatabase:
     """The database that `dumps` wrote.
 
     Raises `ValueError` with `source` for text that is no JSON, another schema, a hash that is not
     of the content (an edit by hand), and what a record refuses.
     """
-    try:
-        plain = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{source}: is no JSON ({error}); compile it again") from None
+    plain = parse_json(text, source, "compile it again")
     if not isinstance(plain, dict):
         raise ValueError(f"{source}: must be a JSON object; compile it again")
     schema = plain.get("schema")
     if schema != SCHEMA:
-        raise ValueError(f"{source}: schema={schema!r}: must be {SCHEMA!r}; compile it again")
+        raise ValueError(f"{source}: schema={shown(schema)}: must be {SCHEMA!r}; compile it again")
     stated = plain.pop("sha256", None)
     try:
         found = digest_of(plain)
@@ -246,8 +249,8 @@ def loads(text: str, source: str = "phase database") -> PhaseDatabase:
         raise ValueError(f"{source}: {error}; compile it again") from None
     if stated != found:
         raise ValueError(
-            f"{source}: sha256={stated!r}: must be {found!r}, of its content: it was edited or cut "
-            "off; compile it again"
+            f"{source}: sha256={shown(stated)}: must be {found!r}, of its content: it was edited "
+            "or cut off; compile it again"
         )
     try:
         fields = {key: value for key, value in plain.items() if key != "schema"}
@@ -258,7 +261,7 @@ def loads(text: str, source: str = "phase database") -> PhaseDatabase:
 
 def load(path: str | Path) -> PhaseDatabase:
     """The database in a file. Raises `OSError`, and `ValueError` as `loads` does."""
-    return loads(Path(path).read_text(encoding="utf-8"), str(path))
+    return loads(read_file(Path(path)), str(path))
 
 
 def file_of(arch: str) -> str:
@@ -277,9 +280,9 @@ def shipped(arch: str) -> PhaseDatabase | None:
     file = importlib.resources.files("stream_attention.planner") / "phase_db" / file_of(arch)
     if not file.is_file():
         return None
-    database = loads(file.read_text(encoding="utf-8"), str(file))
+    database = loads(file.read_bytes(), str(file))
     if database.arch != arch:
-        raise ValueError(f"{file}: arch={database.arch!r}: must be {arch!r}; compile it again")
+        raise ValueError(f"{file}: arch={shown(database.arch)}: must be {arch!r}; compile it again")
     return database
 
 

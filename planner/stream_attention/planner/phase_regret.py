@@ -11,9 +11,8 @@ from stream_attention.planner.cost_model import (
     Measured,
     RouteModel,
     family_of,
-    features_of,
     fit,
-    left_out,
+    terms_of,
 )
 from stream_attention.planner.evidence import ROLES
 from stream_attention.planner.model_index import ModelIndex
@@ -42,47 +41,62 @@ class Judged:
         return [*ours, *peers] if with_peers else ours
 
 
-def models_of(judged: Iterable[Judged]) -> tuple[RouteModel, ...]:
+def models_of(judged: Iterable[Judged], *, with_errors: bool = True) -> tuple[RouteModel, ...]:
     """A model a route and family, of the calibration cells alone."""
     groups = _measured(each for each in judged if not each.decision.hold_out)
-    found = (fit(route, role, measured) for (_, role, route), measured in sorted(groups.items()))
+    return _fitted(groups, with_errors)
+
+
+def _fitted(
+    groups: Mapping[_Group, Sequence[Measured]], with_errors: bool
+) -> tuple[RouteModel, ...]:
+    found = (
+        fit(route, role, measured, with_errors=with_errors)
+        for (_, role, route), measured in sorted(groups.items())
+    )
     return tuple(model for model in found if model is not None)
 
 
 def regrets(
-    judged: Sequence[Judged], models: Sequence[RouteModel], with_peers: bool
-) -> RegretSummary:
-    """What choosing by `models` costs, among our routes or among all that compete."""
-    index = ModelIndex(models)
+    judged: Sequence[Judged], models: Sequence[RouteModel]
+) -> tuple[RegretSummary, RegretSummary]:
+    """What choosing by `models` costs: among our routes, and among all that compete.
 
-    def inside(each: Judged) -> Estimates:
-        estimates = index.lookup(each.decision.cell.problem)
-        return {found.route: found.us for found in estimates if found.inside}
+    Everywhere as dispatch chooses: a cell that lies outside of what the models were measured on is
+    counted as such, and has no regret.
+    """
+    index, groups = ModelIndex(models), _measured(judged)
+    known = [_inside(index, each) for each in judged]
+    # By models that never saw the cell.
+    alone = [_inside(ModelIndex(_without(groups, each)), each) for each in judged]
 
-    without = _without_each(judged)
+    def of(is_asked: Callable[[Judged], bool], found: list[Estimates], with_peers: bool) -> Regret:
+        pairs = [each for each in zip(judged, found, strict=True) if is_asked(each[0])]
+        return _regret(pairs, with_peers)
 
-    def alone(each: Judged) -> Estimates:
-        return without.get(each.decision.cell.digest, {})
-
-    calibration = [each for each in judged if not each.decision.hold_out]
-    hold_out = [each for each in judged if each.decision.hold_out]
-    return RegretSummary(
-        calibration=_regret(calibration, inside, with_peers),
-        hold_out=_regret(hold_out, inside, with_peers),
-        leave_one_out=_regret(judged, alone, with_peers),
+    own, among_all = (
+        RegretSummary(
+            calibration=of(lambda each: not each.decision.hold_out, known, with_peers),
+            hold_out=of(lambda each: each.decision.hold_out, known, with_peers),
+            leave_one_out=of(lambda each: True, alone, with_peers),
+        )
+        for with_peers in (False, True)
     )
+    return own, among_all
 
 
-def _regret(
-    judged: Iterable[Judged], estimates_of: Callable[[Judged], Estimates], with_peers: bool
-) -> Regret:
+def _inside(index: ModelIndex, each: Judged) -> Estimates:
+    estimates = index.lookup(each.decision.cell.problem)
+    return {found.route: found.us for found in estimates if found.inside}
+
+
+def _regret(judged: Iterable[tuple[Judged, Estimates]], with_peers: bool) -> Regret:
     ratios: list[tuple[float, float, str]] = []
     num_outside = 0
-    for each in judged:
+    for each, estimates in judged:
         pool = each.pool(with_peers)
         if len(pool) < 2:  # nothing to choose
             continue
-        estimates = estimates_of(each)
         known = [candidate for candidate in pool if candidate.route in estimates]
         if not known:
             num_outside += 1
@@ -104,9 +118,13 @@ def _regret(
     )
 
 
-def _measured(judged: Iterable[Judged]) -> dict[tuple[str, str, str], list[Measured]]:
+_Group = tuple[str, str, str]
+"""Family, role and route."""
+
+
+def _measured(judged: Iterable[Judged]) -> dict[_Group, list[Measured]]:
     """Correct measurements by family, role and route, peers that are not eligible too."""
-    groups: dict[tuple[str, str, str], list[Measured]] = {}
+    groups: dict[_Group, list[Measured]] = {}
     for each in judged:
         cell = each.decision.cell
         for candidate in each.decision.candidates:
@@ -116,13 +134,16 @@ def _measured(judged: Iterable[Judged]) -> dict[tuple[str, str, str], list[Measu
     return groups
 
 
-def _without_each(judged: Iterable[Judged]) -> dict[str, dict[str, float]]:
-    """By cell, the routes' times at the cell's problem, by models that never saw the cell."""
-    found: dict[str, dict[str, float]] = {}
-    for (_, _, route), measured in _measured(judged).items():
-        ordered = sorted(measured, key=lambda each: (each.cell.digest, each.row))
-        asked = [features_of(each.cell.problem) for each in ordered]
-        for each, us in zip(ordered, left_out(ordered, asked), strict=True):
-            if us is not None:
-                found.setdefault(each.cell.digest, {})[route] = us
-    return found
+def _without(groups: Mapping[_Group, Sequence[Measured]], judged: Judged) -> tuple[RouteModel, ...]:
+    """Models of the cell's family and of the routes that competed on it, by all measurements but
+    those of the cell and of others that equal it in every term, which would tell its own time.
+    """
+    cell = judged.decision.cell
+    family, place = family_of(cell.problem), terms_of(cell)
+    routes = {each.route for each in judged.pool(with_peers=True)}
+    left = {
+        group: [each for each in measured if terms_of(each.cell) != place]
+        for group, measured in groups.items()
+        if group[0] == family and group[2] in routes
+    }
+    return _fitted({group: each for group, each in left.items() if each}, with_errors=False)

@@ -20,10 +20,12 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from stream_attention.core.errors import Faults
+from stream_attention.core.errors import SHOWN, Faults, shown
 
 T = TypeVar("T")
 
+MAX_UNKNOWN = 8
+"""Keys of a record that an error names one by one where they are unknown."""
 _NOT_FINITE = ("nan", "inf", "-inf")
 
 
@@ -45,7 +47,8 @@ def digest_of(plain: Any) -> str:
 def to_plain(value: Any) -> Any:
     """Dicts, lists, strings, numbers, `None`: records become dicts without their defaults.
 
-    Raises `TypeError` for a value that has no plain form, such as a tensor.
+    Raises `TypeError` for a value that has no plain form, such as a tensor, and `ValueError` for a
+    number that a field of floats cannot hold.
     """
     return _plain(type(value), value)
 
@@ -71,12 +74,15 @@ def _plain(hint: Any, value: Any) -> Any:
         ]
     if isinstance(value, Mapping):
         return {key: _plain(Any, each) for key, each in value.items()}
-    raise TypeError(f"{value!r} of {type(value).__name__} has no plain form")
+    raise TypeError(f"{shown(value)} of {type(value).__name__} has no plain form")
 
 
 def _plain_number(hint: Any, value: float) -> Any:
     if isinstance(value, float) or _means_float(hint):
-        value = float(value) + 0.0  # + 0.0 takes the sign off -0.0
+        try:
+            value = float(value) + 0.0  # + 0.0 takes the sign off -0.0
+        except OverflowError:
+            raise ValueError(f"number={shown(value)}: must be one that a float can hold") from None
         return value if math.isfinite(value) else str(value)
     return int(value)
 
@@ -142,9 +148,13 @@ def from_plain(cls: type[T], plain: Any) -> T:
         faults.add(cls.__name__, plain, "must be a JSON object", "{...}")
         faults.raise_if_any()
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for name in plain:
-        if name not in fields:
-            faults.add(name, plain[name], "is no key of it", f"one of {', '.join(fields)}")
+    unknown = [name for name in plain if name not in fields]
+    for name in unknown[:MAX_UNKNOWN]:
+        key = name if len(name) <= SHOWN else f"{name[: SHOWN - 3]}..."
+        faults.add(key, plain[name], "is no key of it", f"one of {', '.join(fields)}")
+    if unknown[MAX_UNKNOWN:]:
+        count = len(unknown)
+        faults.add("keys", f"{count - MAX_UNKNOWN} more", f"{count} are no keys of it")
     hints = _hints(cls)
     values = {}
     for name, field in fields.items():
@@ -208,7 +218,18 @@ def _restored_tuple(arguments: tuple[Any, ...], plain: Any) -> tuple[Any, ...]:
     if not isinstance(plain, list):
         raise TypeError(f"got {type(plain).__name__}, not a list")
     if len(arguments) == 2 and arguments[1] is Ellipsis:
-        return tuple(_restored(arguments[0], each) for each in plain)
+        return tuple(_entry(arguments[0], index, each) for index, each in enumerate(plain))
     if len(plain) != len(arguments):
         raise ValueError(f"has {len(plain)} entries, not {len(arguments)}")
-    return tuple(_restored(of, each) for of, each in zip(arguments, plain, strict=True))
+    return tuple(
+        _entry(of, index, each)
+        for index, (of, each) in enumerate(zip(arguments, plain, strict=True))
+    )
+
+
+def _entry(hint: Any, index: int, plain: Any) -> Any:
+    """An entry of a tuple; an error says which."""
+    try:
+        return _restored(hint, plain)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"[{index}]: {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 from stream_attention.core.backend_plan import Rejection
 from stream_attention.core.device import DeviceFacts
+from stream_attention.core.errors import shown
 from stream_attention.core.problem import AttentionProblem
 from stream_attention.core.registry import AttentionRecord, Registry
 from stream_attention.planner.databases import NOTHING, SHIPPED, Databases, Found
@@ -73,7 +75,8 @@ def rank(
     Order: on CUDA what a graph can hold before what it cannot, as a plan's `run` is capture-safe;
     then what was measured near the problem before what was not; then estimate, by evidence or by
     the cost model, native before portable, and order of registration; so the same registry and
-    databases give the same choice. Missing kernel packages are among the rejections. Routes differ
+    databases give the same choice. A record without such a form is not asked for its other reasons.
+    Missing kernel packages are among the rejections. Routes differ
     in bits, so a batch-invariant problem is ordered by what is known of `one_query`: whoever else
     is in the batch does not count.
     """
@@ -81,13 +84,17 @@ def rank(
     legal: list[AttentionRecord] = []
     rejections = list(registry.missing())
     for record in registry.attention_records():
+        for form in forms:
+            if getattr(record, form) is not None:
+                break
+        else:  # whatever its rules say, it cannot serve the call
+            rejections.append(_rejected(record.route, (_form_reason(forms),)))
+            continue
         reasons = _reasons(record, problem, device)
-        if all(getattr(record, form) is None for form in forms):
-            reasons = (_form_reason(record, forms), *reasons)
         if device.type == "meta":
             reasons = ("device='meta': tensors there hold no data; use a real device", *reasons)
         if reasons:
-            rejections.append(Rejection(record.route, reasons))
+            rejections.append(_rejected(record.route, reasons))
         else:
             legal.append(record)
     found = NOTHING
@@ -98,7 +105,7 @@ def rank(
         try:
             candidate = _candidate(record, problem, ordered, device, found)
         except Exception as error:
-            rejections.append(Rejection(record.route, (_broken(error),)))
+            rejections.append(_rejected(record.route, (_broken(error),)))
             continue
         order = candidate.order_us if math.isfinite(candidate.order_us) else math.inf
         place = (
@@ -114,6 +121,8 @@ def rank(
 
 
 _place = operator.itemgetter(0)
+# A process meets few of them, again and again, and each is checked when it is made.
+_rejected = functools.lru_cache(maxsize=256)(Rejection)
 
 
 def _candidate(
@@ -158,16 +167,26 @@ def _reasons(
 ) -> tuple[str, ...]:
     """Reasons of a record. One that is broken is rejected and does not harm others."""
     try:
-        return tuple([reason or "gave no reason" for reason in record.reasons(problem, device)])
+        return tuple([_said(reason) for reason in record.reasons(problem, device)])
     except Exception as error:
         return (_broken(error),)
 
 
+def _said(reason: Any) -> str:
+    if not isinstance(reason, str):
+        raise TypeError(f"a rule gave {shown(reason)} as its reason: must be a string, or None")
+    return str(reason) or "gave no reason"
+
+
 def _broken(error: Exception) -> str:
-    return f"its record is broken: {type(error).__name__}: {error}"
+    try:
+        text = str(error)
+    except Exception:
+        text = "it has no text"
+    return f"its record is broken: {type(error).__name__}: {text}"
 
 
-def _form_reason(record: AttentionRecord, forms: tuple[str, ...]) -> str:
+def _form_reason(forms: tuple[str, ...]) -> str:
     if "build" in forms:
         return "writes no plan: it is differentiable only; use stream_attention.train or prefill"
     return "has no differentiable form; use stream_attention.attention"

@@ -201,12 +201,15 @@ def _require_lens(name: str, lens: Sequence[int], count: int, most: int) -> None
         raise ValueError(f"{name}={list(lens)}: must be {count} ints in 0..{most}")
 
 
-def bounds_us(work: Work, device: DeviceFacts) -> dict[str, float] | None:
-    """Resource → the least time that it takes; `None` for a device that is not in `PEAKS`."""
-    peaks = PEAKS.get(device.name)
+def bounds_us(work: Work, name: str, l2_bytes: int = 0) -> dict[str, float] | None:
+    """Resource → the least time that it takes; `None` for a device that is not in `PEAKS`.
+
+    name, l2_bytes: of the device.
+    """
+    peaks = PEAKS.get(name)
     if peaks is None:
         return None
-    from_memory = max(0, work.read_bytes - max(device.l2_bytes, peaks.l2_mib * MIB))
+    from_memory = max(0, work.read_bytes - max(l2_bytes, peaks.l2_mib * MIB))
     tensor_tflops = peaks.tensor8_tflops if work.eight_bit else peaks.tensor_tflops
     return {
         "memory": from_memory / (1e3 * MARGIN * peaks.memory_gbps),
@@ -217,7 +220,7 @@ def bounds_us(work: Work, device: DeviceFacts) -> dict[str, float] | None:
 
 def lower_bound_us(work: Work, device: DeviceFacts) -> float | None:
     """The least time that the work takes on the device; `None` for one that is not in `PEAKS`."""
-    bounds = bounds_us(work, device)
+    bounds = bounds_us(work, device.name, device.l2_bytes)
     return None if bounds is None else max(bounds.values())
 
 
@@ -236,7 +239,7 @@ def prune(
     best_us, best = min(timed)
     kept, dropped = [], []
     for each in every:
-        bounds = bounds_us(each.work, device)
+        bounds = bounds_us(each.work, device.name, device.l2_bytes)
         if bounds is None or max(bounds.values()) <= best_us or each.time_us == best_us:
             kept.append(each)
             continue

@@ -10,7 +10,6 @@ a group of one request and no group.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections import Counter
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from stream_attention.core.errors import Faults
 from stream_attention.core.ir import is_int
+from stream_attention.core.json_text import parse_json
 from stream_attention.planner.json_keys import check_keys, check_schema
 from stream_attention.planner.page_tables import PageLayout
 from stream_attention.planner.plain import canonical_json, digest_of
@@ -179,25 +179,8 @@ def read_text(text: str, where: str) -> Mapping[str, Any]:
 
     where: how a message calls the text, such as a file's name.
     """
-    try:
-        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except RecursionError:
-        raise ValueError(f"{where}: is nested too deeply; use the schema's depth") from None
-    except ValueError as error:
-        raise ValueError(f"{where}: is no JSON object ({error}); use what to_json gives") from None
+    data = parse_json(text, where, "use what to_json gives")
     if not isinstance(data, dict):
         kind = type(data).__name__
         raise ValueError(f"{where}: must hold an object, not {kind}; use what to_json gives")
     return data
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
-        raise ValueError(f"key {twice[0]!r} is given {len(pairs) - len(found) + 1} times")
-    return found
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")

@@ -106,3 +106,10 @@ def test_program_prints_one_line_and_ends_with_its_verdict(run, tmp_path):
         command = [sys.executable, count_tests.__file__, f"--exit-code={exit_code}", str(path)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert (done.stdout, done.returncode) == (line, code)
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "3", "[]", "{", '{"id": ' * 100_000])
+def test_a_line_that_is_no_event_ends_the_events(tmp_path, line):
+    path = tmp_path / "events.json"
+    path.write_text(f'{{"id": {{}}}}\n{line}\n')
+    assert count_tests.read_events(path) == [{"id": {}}]

@@ -144,6 +144,8 @@ def test_a_damaged_piece_is_refused_by_name(out: Path, tmp_path: Path) -> None:
         (["out", "--peers=flashinfre"], "--peers='flashinfre': must be of flashinfer"),
         (["out", "--part_mib=0"], "--part_mib=0: must be at least 1"),
         (["out", "--python_version=2.7"], "--python_version='2.7': must be 3.N"),
+        (["out", "--python_version=3.²"], "--python_version='3.²': must be 3.N"),
+        (["out", "--python_version=3.١٢"], "--python_version='3.١٢': must be 3.N"),
         (["house"], "is there already; name a folder that is not"),
     ],
 )
@@ -171,3 +173,95 @@ def test_every_requirement_names_its_version() -> None:
     plan = json.loads((pack.HERE / "peers.json").read_text())
     for peer in plan["peers"].values():
         assert all("==" in requirement for requirement in peer["requirements"])
+
+
+def site_of_ours(out: Path, tmp_path: Path) -> Path:
+    """Packs our wheel; gives the folder that it will be installed into."""
+    assert pack.main(["out", "--peers=none"], fetched) == 0
+    return tmp_path / "site" / "stream_attention"
+
+
+def test_a_folder_that_the_installer_did_not_make_is_left_alone(out: Path, tmp_path: Path) -> None:
+    folder = site_of_ours(out, tmp_path)
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").write_text("years of work")
+    done = run_installer(out / "part0", tmp_path / "site")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"install: {folder}: was not made by this program")
+    assert "move it away, or name another SITE" in done.stderr
+    assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
+    assert [path.name for path in folder.parent.iterdir()] == ["stream_attention"]
+
+
+@pytest.mark.parametrize("name", [".stream_attention.new", ".stream_attention.old", ".pieces"])
+def test_nor_does_it_delete_such_a_folder_in_its_way(out: Path, tmp_path: Path, name: str) -> None:
+    folder = site_of_ours(out, tmp_path).with_name(name)
+    assert run_installer(out / "part0", tmp_path / "site").returncode == 0
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    done = run_installer(out / "part0", tmp_path / "site")
+    assert done.returncode == 1 and f"{folder}: was not made by this program" in done.stderr
+    assert (folder / "thesis.tex").exists()
+    assert imported(tmp_path / "site" / "stream_attention", "ours") == "7"
+
+
+def test_a_link_is_not_followed(out: Path, tmp_path: Path) -> None:
+    folder = site_of_ours(out, tmp_path)
+    folder.parent.mkdir()
+    folder.symlink_to(tmp_path / "house")
+    done = run_installer(out / "part0", tmp_path / "site")
+    assert done.returncode == 1 and f"{folder}: was not made by this program" in done.stderr
+    assert folder.is_symlink() and len(list((tmp_path / "house").iterdir())) == 1
+
+
+def test_what_it_made_and_an_empty_folder_are_replaced(out: Path, tmp_path: Path) -> None:
+    folder = site_of_ours(out, tmp_path)
+    folder.mkdir(parents=True)
+    for _ in range(2):
+        done = run_installer(out / "part0", tmp_path / "site")
+        assert done.returncode == 0, done.stderr
+        assert imported(folder, "ours") == "7" and not (folder / "stale.py").exists()
+        assert [path.name for path in folder.parent.iterdir()] == ["stream_attention"]
+        (folder / "stale.py").write_text("of the installation before")
+
+
+def test_the_old_one_stays_where_the_new_one_cannot_be_unpacked(out: Path, tmp_path: Path) -> None:
+    folder = site_of_ours(out, tmp_path)
+    assert run_installer(out / "part0", tmp_path / "site").returncode == 0
+    (tmp_path / "house" / "ours-1.0-py3-none-any.whl").write_text("no wheel")
+    assert pack.main(["second", "--peers=none"], fetched) == 0
+    done = run_installer(tmp_path / "second" / "part0", tmp_path / "site")
+    assert done.returncode == 1 and "Traceback" not in done.stderr.partition("install: ")[2]
+    assert imported(folder, "ours") == "7"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is nested too deeply"),
+        ("[]", "lacks what a pack has"),
+        ('{"paths": {"..": [""]}, "wheels": []}', "has a name that is none of a file"),
+        ('{"paths": {"a": [3]}, "wheels": []}', "has a name that is no text"),
+        ('{"num_parts": 1, "paths": [], "wheels": []}', "has a list where a pack has names"),
+    ],
+)
+def test_a_manifest_that_is_none_is_an_error_of_one_line(
+    out: Path, tmp_path: Path, text: str, message: str
+) -> None:
+    site_of_ours(out, tmp_path)
+    manifest = out / "part0" / "manifest.json"
+    manifest.write_text(text)
+    done = run_installer(out / "part0", tmp_path / "site")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"install: {manifest}: {message}")
+    assert not (tmp_path / "site").exists()
+
+
+def test_a_house_without_wheels_is_an_error(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pack, "WHEELHOUSE", tmp_path / "none")
+    assert pack.main(["out"], fetched) == 1
+    assert f"pack: {tmp_path / 'none'}: has no wheels of ours; use " in capsys.readouterr().err
+    assert not out.exists()

@@ -94,7 +94,9 @@ def is_killed(module: types.ModuleType, tree: ast.Module, scenarios: Iterable[Sc
         exec(compile(tree, made.__name__, "exec"), made.__dict__)
         for scenario in scenarios:
             scenario(made)
-    except Exception:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # what pytest raises where nothing was raised is no Exception
         return True
     finally:
         del sys.modules[made.__name__]
