@@ -10,6 +10,7 @@ from stream_attention.flows.fields import Field
 from stream_attention.flows.flow import Flow
 from stream_attention.flows.formats import BATCHED, PAGED, RAGGED, Format
 from stream_attention.flows.graph import FlowGraph
+from stream_attention.flows.interpreter import interpret_cache, interpret_indexer
 from stream_attention.flows.operators import (
     Abs,
     Add,
@@ -56,15 +57,17 @@ from stream_attention.flows.operators import (
     Transpose,
     topK,
 )
+from stream_attention.flows.pool import FlowPool
 from stream_attention.flows.registry import load_flow, register, registered_flows
+from stream_attention.flows.runtime import FlowRuntime
 from stream_attention.flows.values import Context, TraceError
+from stream_attention.flows.window import Budget, Window
 
 __all__ = [
-    "BATCHED",
-    "PAGED",
-    "RAGGED",
     "Abs",
     "Add",
+    "BATCHED",
+    "Budget",
     "CAbs",
     "CAdd",
     "CExp",
@@ -90,6 +93,8 @@ __all__ = [
     "Fill",
     "Flow",
     "FlowGraph",
+    "FlowPool",
+    "FlowRuntime",
     "Format",
     "GeMM",
     "GeMV",
@@ -103,6 +108,8 @@ __all__ = [
     "Minimum",
     "Multiply",
     "Normalize",
+    "PAGED",
+    "RAGGED",
     "Relu",
     "Reshape",
     "Save",
@@ -112,6 +119,9 @@ __all__ = [
     "Sum",
     "TraceError",
     "Transpose",
+    "Window",
+    "interpret_cache",
+    "interpret_indexer",
     "load_flow",
     "register",
     "registered_flows",
