@@ -35,7 +35,7 @@ def register(name: str) -> Callable[[FlowClass], FlowClass]:
                 f"use {name + '_2'!r}"
             )
         _FLOWS[name] = flow_class
-        flow_class.registered_name = name  # type: ignore[attr-defined]
+        flow_class.registered_name = name
         return flow_class
 
     return decorate

@@ -289,8 +289,8 @@ class ScoreKernel:
         if mask := self.writer.mask(node.shape, RAGGED):
             stored = f"tl.where({mask}, {value}, 0.0)"
         # Lanes of tokens that an unfinished page has not are written too, as 0.
-        fixed = tuple(1 if size == "P" else size for size in node.shape)
-        keep = self.writer.mask(fixed, RAGGED)
+        all_rows, all_cols = (1 if size == "P" else size for size in node.shape)
+        keep = self.writer.mask((all_rows, all_cols), RAGGED)
         masked = f"inside_3 & {keep}" if keep else "inside_3"
         at = f"f_{field} + slot * {rows * cols} + {self._offsets(node)}"
         self.writer.write(f"stored = as_stored({stored}, f_{field}.dtype.element_ty)")

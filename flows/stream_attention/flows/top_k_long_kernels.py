@@ -112,7 +112,7 @@ def bracket_chunks(
     keys_row = keys_ptr + row * num_chunks * CHUNK
     packed = between_ptr + row * num_chunks * CHUNK + begin
     above, at_hi, between, at_lo, nan = 0, 0, 0, 0, 0
-    largest, mass = tl.full((), 0, tl.uint32), 0.0
+    largest, mass = tl.full((), 0, tl.uint32), tl.full((), 0.0, tl.float32)
     for start in range(0, CHUNK, TILE):
         positions = begin + start + tile
         inside = (positions >= first) & (positions < last)
@@ -254,6 +254,17 @@ def _threshold_of_long(
     return threshold, above, base_above, base_ties
 
 
+@triton.jit
+def _counts_of(stats, chunks, num_chunks):
+    """Keys of each chunk above hi, at hi, between, and at lo."""
+    live = chunks < num_chunks
+    above_of = tl.load(stats + chunks, mask=live, other=0)
+    at_hi_of = tl.load(stats + num_chunks + chunks, mask=live, other=0)
+    between_of = tl.load(stats + 2 * num_chunks + chunks, mask=live, other=0)
+    at_lo_of = tl.load(stats + 3 * num_chunks + chunks, mask=live, other=0)
+    return above_of, at_hi_of, between_of, at_lo_of
+
+
 @triton.jit(do_not_specialize=["capacity", "topk", "numerator", "max_budget", "bos", "eos"])
 def place_chunks(
     score_ptr, aux_ptr, table_ptr, lengths_ptr, budgets_ptr, out_ptr, out_lengths_ptr, nan_ptr,
@@ -279,17 +290,13 @@ def place_chunks(
     chunks = tl.arange(0, CHUNKS)
     live = chunks < num_chunks
     if nan_ptr is not None:
-        if chunk == 0:
-            nan_of = tl.load(stats + 4 * num_chunks + chunks, mask=live, other=0)
-            tl.store(nan_ptr + row, tl.sum(nan_of, 0))
+        nan_of = tl.load(stats + 4 * num_chunks + chunks, mask=live, other=0)
+        tl.store(nan_ptr + row, tl.sum(nan_of, 0), mask=chunk == 0)
     threshold, above = tl.full((), 0, tl.uint32), size
     base_above, base_ties = tl.minimum(tl.maximum(begin, first), last) - first, 0
     # A chunk beyond the row has to know how many pages there are, and no more.
     if ((size > 0) & ((whole == 0) & (begin < n))) | (KIND == 3):
-        above_of = tl.load(stats + chunks, mask=live, other=0)
-        at_hi_of = tl.load(stats + num_chunks + chunks, mask=live, other=0)
-        between_of = tl.load(stats + 2 * num_chunks + chunks, mask=live, other=0)
-        at_lo_of = tl.load(stats + 3 * num_chunks + chunks, mask=live, other=0)
+        above_of, at_hi_of, between_of, at_lo_of = _counts_of(stats, chunks, num_chunks)
         lo = _load_keys(bracket_ptr + row * 2, size > 0)
         hi = _load_keys(bracket_ptr + row * 2 + 1, size > 0)
         live_chunks = (last + CHUNK - 1) // CHUNK

@@ -123,10 +123,10 @@ def _sift(
     kept, superseded = latest(same)
     for row in superseded:
         sifted.refuse(row, "superseded: the same was measured again later")
-    kept = _sound(kept, context, sifted)
-    if kept:
+    sound = _sound(kept, context, sifted)
+    if sound:
         sifted.environment = environment
-        sifted.rows = tuple(kept)
+        sifted.rows = tuple(sound)
     return sifted
 
 
