@@ -9,19 +9,12 @@ import os
 import pytest
 import torch
 
+from stream_attention.core.testing.compiles import SHARED_LIMIT, compile_for
 from stream_attention.flows import load_flow
 from stream_attention.flows.pool import FlowPool
 from stream_attention.flows.testing.every_op import EveryOp
 
-SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 FP8 = torch.float8_e4m3fn
-_POINTER = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.uint8: "*u8",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -34,29 +27,7 @@ def compiler(tmp_path, monkeypatch):
 
 def compiled(launch, capability):
     """What `launch.run()` would compile on a device of that capability."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel, meta = launch._kernel, dict(launch._meta)
-    options = {"num_warps": meta.pop("num_warps")}
-    values = dict(zip(kernel.arg_names, launch._args, strict=False)) | meta
-    signature, constants, attributes = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        value = values[name]
-        if name in meta or value is None:
-            signature[name], constants[(index,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = _POINTER[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        elif value == 1 and name not in kernel.do_not_specialize:
-            signature[name], constants[(index,)] = "constexpr", 1
-        else:
-            signature[name] = "i32"
-            if value % 16 == 0 and name not in kernel.do_not_specialize:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return compile_for(launch._kernel, launch._args, launch._meta, capability)
 
 
 CASES = {
