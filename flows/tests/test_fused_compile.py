@@ -18,6 +18,9 @@ TOKEN_FLOWS = ("h2o_token_sparse_attention", "gqa_h2o_token_sparse_attention")
 PRODUCTS = ("gqa_block_sparse_attention", "gqa_h2o_token_sparse_attention")
 
 
+CONSTANTS = ("HEADS", "BOS", "EOS", "DOT_FP32", "DEPENDENT")
+
+
 @pytest.fixture(autouse=True)
 def compiler() -> None:
     assert os.environ.get("TRITON_INTERPRET", "0") != "1", "another file asked for the interpreter"
@@ -34,7 +37,8 @@ def test_scores_compile_and_fit(name: str, capability: int) -> None:
     fused = FusedScores(graph, 4, case.fields, batch, max_pages, torch.bfloat16)
     scores = torch.empty(batch, case.num_kv_heads, max_pages)
     for kernel, arguments in fused.launches(case.q, case.page_table, case.lengths, scores):
-        constants = {k: v for k, v in arguments.items() if k in ("HEADS", "BOS", "EOS", "DOT_FP32")}
+        constants = {k: v for k, v in arguments.items() if k in CONSTANTS}
+        constants["DEPENDENT"] = capability >= 90  # as on such a device
         values = tuple(arguments[each] for each in kernel.arg_names if each not in constants)
         compiled = compile_for(kernel, values, {**constants, "num_warps": NUM_WARPS}, capability)
         assert compiled.metadata.shared <= SHARED_LIMIT[capability]

@@ -42,6 +42,7 @@ def test_top_k_compiles_and_fits(
     launches = plan._launches(scores, table, lengths, (out, sizes, sizes.clone()), None)
     assert len(launches) == plan.num_launches == (1 if max_pages <= 8192 else 2)
     for name, _, arguments, meta in launches:
+        meta["DEPENDENT"] = meta["launch_pdl"] = capability >= 90  # as on such a device
         kernel = getattr(top_k_kernels, name, None) or getattr(top_k_long_kernels, name)
         values = tuple(arguments.get(each) for each in kernel.arg_names if each not in meta)
         compiled = compile_for(kernel, values, meta, capability)

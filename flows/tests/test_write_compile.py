@@ -27,7 +27,9 @@ def compiler(tmp_path, monkeypatch):
 
 def compiled(launch, capability):
     """What `launch.run()` would compile on a device of that capability."""
-    return compile_for(launch._kernel, launch._args, launch._meta, capability)
+    on_such_a_device = dict.fromkeys(("DEPENDENT", "launch_pdl"), capability >= 90)
+    meta = {**launch._meta, **on_such_a_device}
+    return compile_for(launch._kernel, launch._args, meta, capability)
 
 
 CASES = {

@@ -15,6 +15,7 @@ import torch
 
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.flows import generated
+from stream_attention.flows.dependent import is_dependent
 from stream_attention.flows.graph import FlowGraph
 from stream_attention.flows.pool_fields import check_fields
 from stream_attention.flows.score_source import ScoreSource, score_source
@@ -78,6 +79,7 @@ class FusedScores:
         rows = batch * self.num_kv_heads
         self._max_chunks = max(1, -(-max_pages // self.source.chunk))
         device = next(iter(self._fields.values())).device
+        self._is_dependent = is_dependent(device)
         per = {"page": max_pages, "chunk": self._max_chunks}
         self._buffers = {
             each.name: torch.empty(
@@ -119,7 +121,7 @@ class FusedScores:
         """
         self._check(q, page_table, sequence_lengths, scores)
         for kernel, arguments in self.launches(q, page_table, sequence_lengths, scores):
-            kernel[self._grid](**arguments, num_warps=NUM_WARPS)
+            kernel[self._grid](**arguments, num_warps=NUM_WARPS, launch_pdl=arguments["DEPENDENT"])
 
     def launches(
         self,
@@ -146,6 +148,7 @@ class FusedScores:
             "HEADS": self.num_kv_heads,
             "BOS": self.window.bos,
             "EOS": self.window.eos,
+            "DEPENDENT": self._is_dependent,
             "DOT_FP32": os.environ.get("TRITON_INTERPRET", "0") == "1",
         }
         found = []

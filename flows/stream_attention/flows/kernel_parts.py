@@ -8,6 +8,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def await_previous(DEPENDENT: tl.constexpr):
+    """The first thing that a kernel does: let the next launch be set up while this one runs, and
+    wait until the one before has ended (programmatic dependent launch, compute capability 9.0).
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

@@ -69,12 +69,15 @@ class ScoreKernel:
         for name in ("k", "v"):
             if name in self.fields:
                 names += [f"{name}_page", f"{name}_token", f"{name}_head"]
-        names += [f"{name}: tl.constexpr" for name in ("HEADS", "BOS", "EOS", "DOT_FP32")]
+        names += [
+            f"{name}: tl.constexpr" for name in ("HEADS", "BOS", "EOS", "DOT_FP32", "DEPENDENT")
+        ]
         return ["@triton.jit", f"def {self.name}(", *(f"    {name}," for name in names), "):"]
 
     def _begin(self) -> None:
         page_size, chunk = self.graph.page_size, self.writer.chunk
         for line in (
+            "await_previous(DEPENDENT)",
             "row = tl.program_id(1)",
             "request, head = row // HEADS, row % HEADS",
             "at_length = request * length_request + head * length_head",

@@ -24,7 +24,7 @@ _HEADER = '''"""Scores of {name}: page_size {page_size}, head_dim {head_dim}, gr
 import triton
 import triton.language as tl
 
-from stream_attention.flows.kernel_parts import as_float, as_stored, larger, smaller
+from stream_attention.flows.kernel_parts import as_float, as_stored, await_previous, larger, smaller
 from stream_attention.flows.score_runtime import (
     combined_mass,
     combined_max,

@@ -20,6 +20,7 @@ import torch
 
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.ir import Rule, check_rules, evaluable_repr, is_int
+from stream_attention.flows.dependent import is_dependent
 from stream_attention.flows.window import Budget, Window
 
 # Positions are int32 on the device, and a tile past the last page must not overflow.
@@ -140,7 +141,9 @@ class TopK:
         self._bos, self._eos = (min(x, max_pages) for x in (self.window.bos, self.window.eos))
         most = self._most_pages()
         self.width = min(max_pages, self._bos + self._eos + most)
+        dependent = is_dependent(self.device)
         self._meta = {"PAGE": page_size, "KIND": self._kind}
+        self._meta |= {"DEPENDENT": dependent, "launch_pdl": dependent}
         self._score = score or top_k_kernels.load_score
         self._save, self._has_save = save or top_k_kernels.save_nothing, save is not None
         self.num_launches = 1 if max_pages <= self.config.single_pages else 2

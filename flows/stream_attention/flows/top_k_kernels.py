@@ -40,6 +40,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stream_attention.flows.kernel_parts import await_previous
+
 MOST = tl.constexpr(0xFFFFFFFF)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -263,13 +265,14 @@ def select_rows(
     budgets_stride_b, budgets_stride_h, capacity, topk, numerator, denominator, max_budget,
     bos, eos, least, mass, scale_log2, width,
     BLOCK: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr,
-    SCORE: tl.constexpr, SAVE: tl.constexpr,
+    SCORE: tl.constexpr, SAVE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A row of at most `BLOCK` pages, a program: request `program_id(0)`, head `program_id(1)`.
 
     `KIND`: 0 a count, 1 or a ratio, 2 per row, 3 by mass. `GROUPS`: a row with k <= GROUPS starts
     from the smallest of the maxima of so many groups, which k keys reach; about ten counts fewer.
     """
+    await_previous(DEPENDENT)
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = request * tl.num_programs(1) + head
     length, n, first, last, k, whole = _row(

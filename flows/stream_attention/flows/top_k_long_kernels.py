@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stream_attention.flows.kernel_parts import await_previous
 from stream_attention.flows.top_k_kernels import (
     MOST,
     _bisect,
@@ -80,8 +81,10 @@ def bracket_chunks(
     capacity, topk, numerator, denominator, max_budget, bos, eos, scale_log2,
     CHUNK: tl.constexpr, TILE: tl.constexpr, SAMPLE: tl.constexpr, SAMPLE_LOG2: tl.constexpr,
     CANDIDATES: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, SCORE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Bracket a row's k-th key and count a chunk by it: program (request, head, chunk)."""
+    await_previous(DEPENDENT)
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = request * tl.num_programs(1) + head
     chunk, num_chunks = tl.program_id(2), tl.num_programs(2)
@@ -274,9 +277,10 @@ def place_chunks(
     bos, eos, least, mass, scale_log2, width,
     CHUNK: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_LOG2: tl.constexpr,
     CANDIDATES: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr,
-    SCORE: tl.constexpr, SAVE: tl.constexpr, HAS_SAVE: tl.constexpr,
+    SCORE: tl.constexpr, SAVE: tl.constexpr, HAS_SAVE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Find a row's k-th key and write a chunk's selected pages: program (request, head, chunk)."""
+    await_previous(DEPENDENT)
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = request * tl.num_programs(1) + head
     chunk, num_chunks = tl.program_id(2), tl.num_programs(2)

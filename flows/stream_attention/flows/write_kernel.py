@@ -39,6 +39,7 @@ import triton.language as tl
 from stream_attention.flows.kernel_parts import (
     as_float,
     as_stored,
+    await_previous,
     column_max,
     column_min,
     column_sum,
@@ -57,13 +58,14 @@ def write(
     k_pool, v_pool, page_stride, slot_stride, head_stride, k_scale, v_scale,
     page_table, table_stride, lengths, indptr, active, lengths_after,
     n_new, touched, max_pages, num_pages,{pointers}
-    NUM_KV_HEADS: tl.constexpr, LENGTHS_INCLUDE_NEW: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, LENGTHS_INCLUDE_NEW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """One program a page that is written, a KV head and a request. Grid: batch · heads · touched.
 
     A request with a negative length, or 0 in `active`, writes nothing; nor does what would go
     beyond the page table or the pool.
     """
+    await_previous(DEPENDENT)
     program = tl.program_id(0)
     row = program // touched
     head = (row % NUM_KV_HEADS).to(tl.int64)

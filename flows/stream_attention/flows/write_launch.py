@@ -20,6 +20,7 @@ from stream_attention.core.dtypes import QUERY_DTYPES, dtype_name
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.ir import is_int
 from stream_attention.flows import generated
+from stream_attention.flows.dependent import is_dependent
 from stream_attention.flows.write_kernel import lanes_of, write_source, written_fields
 
 if TYPE_CHECKING:
@@ -92,9 +93,12 @@ class WriteLaunch:
             *(_bits(pool.fields[field.name]) for field in fields),
         )
         lanes = lanes_of(pool.page_size) * lanes_of(pool.head_dim)
+        dependent = is_dependent(pool.device)
         self._meta = {
             "NUM_KV_HEADS": pool.num_kv_heads,
             "LENGTHS_INCLUDE_NEW": bool(lengths_include_new),
+            "DEPENDENT": dependent,
+            "launch_pdl": dependent,
             "num_warps": next((warps for most, warps in _WARPS if lanes <= most), 16),
         }
 

@@ -22,6 +22,9 @@ _POINTER = {
 }
 
 
+_OPTIONS = ("num_warps", "num_stages", "launch_pdl")  # of a launch, and no arguments of a kernel
+
+
 def compile_for(kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], capability: int) -> Any:
     """What `kernel[grid](*args, **meta)` would compile on a device of that capability."""
     import triton
@@ -29,7 +32,7 @@ def compile_for(kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], capabi
     from triton.compiler import ASTSource
 
     meta = dict(meta)
-    options = {key: meta.pop(key) for key in ("num_warps", "num_stages") if key in meta}
+    options = {key: meta.pop(key) for key in _OPTIONS if key in meta}
     names = kernel.arg_names
     values = {**dict(zip(names, args, strict=False)), **meta}
     not_specialized = set(kernel.do_not_specialize or ())
