@@ -1,4 +1,4 @@
-"""The device top-k compiles for compute capability 8.0, 9.0 and 10.0 without spilling.
+"""The device top-k compiles for compute capability 8.0, 9.0 and 10.0 and fits its shared memory.
 
 Triton compiles ahead of time for a named target, so no GPU is needed. It decides when it is
 imported whether it compiles or interprets: this file needs a process of its own.

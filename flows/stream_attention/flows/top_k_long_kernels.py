@@ -22,6 +22,7 @@ from stream_attention.flows.top_k_kernels import (
     _store_keys,
     _to_keys,
     _weights,
+    _wide,
 )
 
 NUM_STATS = 7  # above hi, at hi, between, at lo, NaN; by mass: largest key, mass relative to it
@@ -79,7 +80,8 @@ def bracket_chunks(
     score_stride_b, score_stride_h, lengths_stride, budgets_stride_b, budgets_stride_h,
     capacity, topk, numerator, denominator, max_budget, bos, eos, scale_log2,
     CHUNK: tl.constexpr, TILE: tl.constexpr, SAMPLE: tl.constexpr, SAMPLE_LOG2: tl.constexpr,
-    CANDIDATES: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, SCORE: tl.constexpr,
+    CANDIDATES: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, VEC: tl.constexpr,
+    SCORE: tl.constexpr,
 ):  # fmt: skip
     """Bracket a row's k-th key and count a chunk by it: program (request, head, chunk)."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -116,7 +118,8 @@ def bracket_chunks(
     for start in range(0, CHUNK, TILE):
         positions = begin + start + tile
         inside = (positions >= first) & (positions < last)
-        scores = SCORE(score_ptr, aux_ptr, row, score_row, positions, inside)
+        asked = _wide(positions, first, last, VEC)
+        scores = SCORE(score_ptr, aux_ptr, row, score_row, positions, asked)
         keys = _to_keys(scores, inside)
         _store_keys(keys_row + positions, keys, None)
         # Two counts a reduction: each is at most TILE <= 8192.
@@ -155,7 +158,7 @@ def _candidates(between_row, between, num, CHUNK: tl.constexpr, CHUNKS: tl.const
     lane = tl.arange(0, CANDIDATES)
     chunk = lane * 0
     for level in tl.static_range(CHUNKS_LOG2):  # the number of chunks that end at or before lane
-        step: tl.constexpr = CHUNKS >> (level + 1)
+        step = CHUNKS >> (level + 1)
         passed = tl.gather(ends, chunk + step - 1, 0) <= lane
         chunk += tl.where(passed, step, 0)
     starts = tl.gather(ends - between, chunk, 0)
@@ -232,14 +235,14 @@ def _threshold_of_long(
                 keys, between_row, sizes, live_chunks, CHUNK, lo + 1,
                 tl.minimum(hi - 1, LARGEST).to(tl.uint32), to_between, to_between, k, TILE,
             )  # fmt: skip
-            nearer = _count_in_memory(
+            passed = _count_in_memory(
                 between_row, sizes, chunk, CHUNK, threshold + 1, lo, 0.0, TILE, False
             )
             through = _count_in_memory(
                 between_row, sizes, chunk, CHUNK, threshold, lo, 0.0, TILE, False
             )
-            base_above += nearer
-            base_ties = through - nearer
+            base_above += passed
+            base_ties = through - passed
     elif (k <= to_hi) | (k > to_end):  # the sample was unlucky
         low = k > to_hi
         threshold, above = _bisect(
@@ -263,7 +266,7 @@ def place_chunks(
     bos, eos, least, mass, scale_log2, width,
     CHUNK: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_LOG2: tl.constexpr,
     CANDIDATES: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr,
-    SCORE: tl.constexpr, SAVE: tl.constexpr, HAS_SAVE: tl.constexpr,
+    VEC: tl.constexpr, SCORE: tl.constexpr, SAVE: tl.constexpr, HAS_SAVE: tl.constexpr,
 ):  # fmt: skip
     """Find a row's k-th key and write a chunk's selected pages: program (request, head, chunk)."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -321,9 +324,11 @@ def place_chunks(
     for start in range(begin, tl.minimum(begin + CHUNK, n), TILE):
         positions = start + tl.arange(0, TILE)
         inside = (positions >= first) & (positions < last)
-        own = _load_keys(keys_row + positions, inside)
+        # The first launch wrote whole chunks, 0 outside the window, as far as the window goes.
+        own = _load_keys(keys_row + positions, (positions >= 0) & (begin < last))
         if HAS_SAVE:
-            scores = SCORE(score_ptr, aux_ptr, row, score_row, positions, inside)
+            asked = _wide(positions, first, last, VEC)
+            scores = SCORE(score_ptr, aux_ptr, row, score_row, positions, asked)
             SAVE(score_ptr, aux_ptr, row, score_row, positions, scores, inside)
         _place(
             own, positions, threshold, selected - above, base_above, base_ties, n, first, last,
