@@ -114,7 +114,7 @@ def bracket_chunks(
     keys_row = keys_ptr + row * num_chunks * CHUNK
     packed = between_ptr + row * num_chunks * CHUNK + begin
     above, at_hi, between, at_lo, nan = 0, 0, 0, 0, 0
-    largest, mass = tl.full((), 0, tl.uint32), 0.0
+    largest, mass = tl.full((), 0, tl.uint32), tl.zeros((), tl.float32)
     for start in range(0, CHUNK, TILE):
         positions = begin + start + tile
         inside = (positions >= first) & (positions < last)
