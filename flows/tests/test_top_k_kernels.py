@@ -344,13 +344,13 @@ def test_scores_may_be_finished_and_states_saved_on_the_way(config):
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_runs_batches_and_tiles_give_the_same_bits(config):
-    scores = scores_of("duplicates", (3, 1, 200))
-    table = table_of(3, 1, 200, 2, torch.Generator().manual_seed(0))
-    lengths = torch.tensor([200, 3, 150], dtype=torch.int32)
-    plan = TopK(200, 5, 1, Window(1, 1), Budget(31), "cpu", config=CONFIGS[config])
+    scores = scores_of("duplicates", (3, 1, 100))
+    table = table_of(3, 1, 100, 2, torch.Generator().manual_seed(0))
+    lengths = torch.tensor([100, 3, 70], dtype=torch.int32)
+    plan = TopK(100, 5, 1, Window(1, 1), Budget(31), "cpu", config=CONFIGS[config])
     first, first_lengths, _ = outputs_of(plan, 3, 1)
     plan.run(scores, table, lengths, first, first_lengths)
-    for order in ([0, 1, 2], [2, 0, 1], [2], [1, 1, 0, 2, 2]):
+    for order in ([0, 1, 2], [2], [1, 2, 2, 0, 1]):
         out, out_lengths, _ = outputs_of(plan, len(order), 1)
         plan.run(scores[order], table[order], lengths[order], out, out_lengths)
         assert torch.equal(out, first[order]) and torch.equal(out_lengths, first_lengths[order])

@@ -88,7 +88,8 @@ def _folder(values: flags.FlagValues) -> Path:
             raise ValueError(f"--{name}: evidence is of cold graph replays alone; leave it out")
     if not values.check:
         raise ValueError("--nocheck: evidence is checked against the oracle; leave it out")
-    device = paged_decode.chosen_device(values.device)
+    asked = "cuda" if values.device == "auto" else values.device  # says why there is none
+    device = paged_decode.chosen_device(asked)
     if device.type != "cuda":
         raise ValueError(
             f"--device={device.type}: phase databases are of CUDA devices; use cuda where there is "

@@ -19,7 +19,7 @@ from stream_attention.flows.formats import BATCHED, PAGED, RAGGED
 from stream_attention.flows.graph import FlowGraph, Node
 from stream_attention.flows.interpreter_ops import Operand, Run, compute
 from stream_attention.flows.pool_fields import check_fields
-from stream_attention.flows.selection import Selection, select
+from stream_attention.flows.selection import Selection, budgets_of, select
 from stream_attention.flows.window import Budget, Window, pages_of
 
 DTYPES = (torch.float64, torch.float32)
@@ -180,7 +180,8 @@ def interpret_indexer(
     scores = torch.full(table.shape, -torch.inf, dtype=dtype, device=q.device)
     packed = _run_indexer(graph, run, q, fields, pages)
     scores.reshape(-1, table.shape[-1])[pages.row, pages.position] = packed
-    selection = select(scores, num_pages, budget.pages(num_pages), window)
+    budgets = budgets_of(scores, num_pages, budget, window)
+    selection = select(scores, num_pages, budgets, window)
     return IndexerResult(selection, selection.pages(table), scores, num_pages)
 
 

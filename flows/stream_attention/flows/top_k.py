@@ -141,8 +141,9 @@ class TopK:
         self._bos, self._eos = (min(x, max_pages) for x in (self.window.bos, self.window.eos))
         most = self._most_pages()
         self.width = min(max_pages, self._bos + self._eos + most)
+        vec = 4 if max_pages % 4 == 0 else 1  # of 4: a row's memory ends with a whole vector
         dependent = is_dependent(self.device)
-        self._meta = {"PAGE": page_size, "KIND": self._kind}
+        self._meta = {"PAGE": page_size, "KIND": self._kind, "VEC": vec}
         self._meta |= {"DEPENDENT": dependent, "launch_pdl": dependent}
         self._score = score or top_k_kernels.load_score
         self._save, self._has_save = save or top_k_kernels.save_nothing, save is not None
@@ -238,11 +239,11 @@ class TopK:
     ) -> None:
         """Enqueue the selection on the current stream; `num_launches` kernels, no sync.
 
-        scores: [batch, num_kv_heads, max_pages] fp32, last axis contiguous, read in the window
-        only. page_table: [batch, max_pages] or [batch, num_kv_heads, max_pages] int32 page ids,
-        last axis contiguous; entries past a row's last page are not read. sequence_lengths:
-        [batch] int32 tokens; 0 or less is an empty row, more than max_pages · page_size is cut to
-        that.
+        scores: [batch, num_kv_heads, max_pages] fp32, last axis contiguous; only those of the
+        window have an effect. page_table: [batch, max_pages] or [batch, num_kv_heads, max_pages]
+        int32 page ids, last axis contiguous; entries past a row's last page have no effect.
+        sequence_lengths: [batch] int32 tokens; 0 or less is an empty row, more than max_pages ·
+        page_size is cut to that.
 
         Written, contiguous: out_page_table [batch, num_kv_heads, >= width] int32, ids of the
         selected pages in ascending position, then 0. out_lengths [batch, num_kv_heads] int32

@@ -24,9 +24,11 @@ Where scores come from is a parameter: `SCORE` is a device function that a code 
     def score(score_ptr, aux_ptr, row, row_offset, positions, live): ...
 
 It returns fp32 scores of `positions` (int32) of `row` (= request · num_kv_heads + head, int64)
-where `live`; `row_offset` is that row's first element of `score_ptr`; `aux_ptr` is what the launch
-was given (a softmax finish keeps a row's largest logit and sum there). It must be a pure function
-of memory: a position may be asked for more than once, by several programs, until `SAVE` runs.
+where `live`, which may be up to 3 positions more than the window at either end, inside the row's
+memory, whose scores have no effect; `row_offset` is that row's first element of `score_ptr`;
+`aux_ptr` is what the launch was given (a softmax finish keeps a row's largest logit and sum there).
+It must be a pure function of memory: a position may be asked for more than once, by several
+programs, until `SAVE` runs.
 
     @triton.jit
     def save(score_ptr, aux_ptr, row, row_offset, positions, scores, live): ...
@@ -80,6 +82,12 @@ def _weights(keys, largest, scale_log2):
     """exp(mass_scale · (score − largest)), 1 where equal, 0 of NaN and of lanes that hold none."""
     raised = tl.exp2((_to_scores(keys) - _to_scores(largest)) * scale_log2)
     return tl.where(keys <= 1, 0.0, tl.where(keys == largest, 1.0, raised))
+
+
+@triton.jit
+def _wide(positions, first, last, VEC: tl.constexpr):
+    """[first, last), rounded out to whole vectors of `VEC`, so that they are loaded as such."""
+    return (positions >= first // VEC * VEC) & (positions < (last + VEC - 1) // VEC * VEC)
 
 
 @triton.jit
@@ -265,7 +273,7 @@ def select_rows(
     budgets_stride_b, budgets_stride_h, capacity, topk, numerator, denominator, max_budget,
     bos, eos, least, mass, scale_log2, width,
     BLOCK: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr,
-    SCORE: tl.constexpr, SAVE: tl.constexpr, DEPENDENT: tl.constexpr,
+    VEC: tl.constexpr, SCORE: tl.constexpr, SAVE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A row of at most `BLOCK` pages, a program: request `program_id(0)`, head `program_id(1)`.
 
@@ -282,10 +290,11 @@ def select_rows(
     positions = tl.arange(0, BLOCK)
     inside = (positions >= first) & (positions < last)
     score_row = request * score_stride_b + head * score_stride_h
-    scores = SCORE(score_ptr, aux_ptr, row, score_row, positions, inside)
+    asked = _wide(positions, first, last, VEC)
+    scores = SCORE(score_ptr, aux_ptr, row, score_row, positions, asked)
     table_row = table_ptr + request * table_stride_b + head * table_stride_h
     # Asked for before the search, so that it hides the time they take.
-    pages = tl.load(table_row + positions, mask=positions < n, other=0)
+    pages = tl.load(table_row + positions, mask=_wide(positions, 0, n, VEC), other=0)
     SAVE(score_ptr, aux_ptr, row, score_row, positions, scores, inside)
     keys = _to_keys(scores, inside)
     if nan_ptr is not None:

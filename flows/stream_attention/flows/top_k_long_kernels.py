@@ -23,6 +23,7 @@ from stream_attention.flows.top_k_kernels import (
     _store_keys,
     _to_keys,
     _weights,
+    _wide,
 )
 
 NUM_STATS = 7  # above hi, at hi, between, at lo, NaN; by mass: largest key, mass relative to it
@@ -80,8 +81,8 @@ def bracket_chunks(
     score_stride_b, score_stride_h, lengths_stride, budgets_stride_b, budgets_stride_h,
     capacity, topk, numerator, denominator, max_budget, bos, eos, scale_log2,
     CHUNK: tl.constexpr, TILE: tl.constexpr, SAMPLE: tl.constexpr, SAMPLE_LOG2: tl.constexpr,
-    CANDIDATES: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, SCORE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    CANDIDATES: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, VEC: tl.constexpr,
+    SCORE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Bracket a row's k-th key and count a chunk by it: program (request, head, chunk)."""
     await_previous(DEPENDENT)
@@ -115,11 +116,12 @@ def bracket_chunks(
     keys_row = keys_ptr + row * num_chunks * CHUNK
     packed = between_ptr + row * num_chunks * CHUNK + begin
     above, at_hi, between, at_lo, nan = 0, 0, 0, 0, 0
-    largest, mass = tl.full((), 0, tl.uint32), tl.full((), 0.0, tl.float32)
+    largest, mass = tl.full((), 0, tl.uint32), tl.zeros((), tl.float32)
     for start in range(0, CHUNK, TILE):
         positions = begin + start + tile
         inside = (positions >= first) & (positions < last)
-        scores = SCORE(score_ptr, aux_ptr, row, score_row, positions, inside)
+        asked = _wide(positions, first, last, VEC)
+        scores = SCORE(score_ptr, aux_ptr, row, score_row, positions, asked)
         keys = _to_keys(scores, inside)
         _store_keys(keys_row + positions, keys, None)
         # Two counts a reduction: each is at most TILE <= 8192.
@@ -235,14 +237,14 @@ def _threshold_of_long(
                 keys, between_row, sizes, live_chunks, CHUNK, lo + 1,
                 tl.minimum(hi - 1, LARGEST).to(tl.uint32), to_between, to_between, k, TILE,
             )  # fmt: skip
-            counted = _count_in_memory(
+            passed = _count_in_memory(
                 between_row, sizes, chunk, CHUNK, threshold + 1, lo, 0.0, TILE, False
             )
             through = _count_in_memory(
                 between_row, sizes, chunk, CHUNK, threshold, lo, 0.0, TILE, False
             )
-            base_above += counted
-            base_ties = through - counted
+            base_above += passed
+            base_ties = through - passed
     elif (k <= to_hi) | (k > to_end):  # the sample was unlucky
         low = k > to_hi
         threshold, above = _bisect(
@@ -277,7 +279,8 @@ def place_chunks(
     bos, eos, least, mass, scale_log2, width,
     CHUNK: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_LOG2: tl.constexpr,
     CANDIDATES: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr,
-    SCORE: tl.constexpr, SAVE: tl.constexpr, HAS_SAVE: tl.constexpr, DEPENDENT: tl.constexpr,
+    VEC: tl.constexpr, SCORE: tl.constexpr, SAVE: tl.constexpr, HAS_SAVE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Find a row's k-th key and write a chunk's selected pages: program (request, head, chunk)."""
     await_previous(DEPENDENT)
@@ -292,9 +295,8 @@ def place_chunks(
     begin, size = chunk * CHUNK, last - first
     keys_row = keys_ptr + row * num_chunks * CHUNK
     chunks = tl.arange(0, CHUNKS)
-    live = chunks < num_chunks
     if nan_ptr is not None:
-        nan_of = tl.load(stats + 4 * num_chunks + chunks, mask=live, other=0)
+        nan_of = tl.load(stats + 4 * num_chunks + chunks, mask=chunks < num_chunks, other=0)
         tl.store(nan_ptr + row, tl.sum(nan_of, 0), mask=chunk == 0)
     threshold, above = tl.full((), 0, tl.uint32), size
     base_above, base_ties = tl.minimum(tl.maximum(begin, first), last) - first, 0
@@ -324,7 +326,6 @@ def place_chunks(
     none = selected == 0
     threshold = tl.where(none, MOST, threshold).to(tl.uint32)
     above, base_above = tl.where(none, 0, above), tl.where(none, 0, base_above)
-
     count = first + selected + (n - last)
     score_row = request * score_stride_b + head * score_stride_h
     table_row = table_ptr + request * table_stride_b + head * table_stride_h
@@ -332,9 +333,11 @@ def place_chunks(
     for start in range(begin, tl.minimum(begin + CHUNK, n), TILE):
         positions = start + tl.arange(0, TILE)
         inside = (positions >= first) & (positions < last)
-        own = _load_keys(keys_row + positions, inside)
+        # The first launch wrote whole chunks, 0 outside the window, as far as the window goes.
+        own = _load_keys(keys_row + positions, (positions >= 0) & (begin < last))
         if HAS_SAVE:
-            scores = SCORE(score_ptr, aux_ptr, row, score_row, positions, inside)
+            asked = _wide(positions, first, last, VEC)
+            scores = SCORE(score_ptr, aux_ptr, row, score_row, positions, asked)
             SAVE(score_ptr, aux_ptr, row, score_row, positions, scores, inside)
         _place(
             own, positions, threshold, selected - above, base_above, base_ties, n, first, last,
@@ -345,8 +348,6 @@ def place_chunks(
             both = tl.sum((own > threshold).to(tl.int32) + equal, 0)
             base_above += both & 0x7FFF
             base_ties += both >> 15
-    if chunk == 0:
-        tl.store(out_lengths_ptr + row, 0, mask=n == 0)
+    tl.store(out_lengths_ptr + row, 0, mask=(n == 0) & (chunk == 0))
     share = (width - count + num_chunks - 1) // num_chunks
-    begin = count + chunk * share
-    _clear(out_row, begin, tl.minimum(begin + share, width), TILE)
+    _clear(out_row, count + chunk * share, tl.minimum(count + (chunk + 1) * share, width), TILE)

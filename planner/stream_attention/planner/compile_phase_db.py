@@ -52,7 +52,12 @@ def compile_all(
     the rows of an architecture.
     """
     context = Context(commit=commit)
-    requests = cell_requests.loads(cells.read_bytes(), str(cells))
+    try:
+        text = cells.read_bytes()
+    except FileNotFoundError:
+        rule = "there is no such file; use what record_evidence --cells writes"
+        raise ValueError(f"--cells={str(cells)!r}: {rule}") from None
+    requests = cell_requests.loads(text, str(cells))
     store = EvidenceStore(evidence)
     rows, files = store.rows(), store.files()
     databases = tuple(
@@ -162,7 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if flags.commit is not None and not is_commit(flags.commit):
             raise ValueError(str(Fault("--commit", flags.commit, COMMIT_FORM, "git rev-parse")))
         if not flags.output_dir.is_dir():
-            raise ValueError(f"--output_dir={str(flags.output_dir)!r}: must be a folder; mkdir -p")
+            shown = str(flags.output_dir)
+            raise ValueError(f"--output_dir={shown!r}: must be a folder; mkdir -p {shown}")
         databases = compile_all(
             flags.evidence,
             flags.cells,
