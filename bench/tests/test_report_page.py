@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import statistics
@@ -210,6 +211,17 @@ def test_plots_have_ink_and_losses_are_drawn_in_red(data):
         assert image.width > 600 and len(colours) > 10, name
         if name == "speed_up.png":
             assert colours[red] > 500
+
+
+def test_cells_without_peers_have_plots_of_their_own_that_can_be_read(data):
+    one = data.cells[0]
+    alone = tuple(dataclasses.replace(one, name=f"alone {index}", peer=None) for index in range(85))
+    beside = tuple(cell for cell in data.cells if cell.peer is not None)
+    drawn = plots(dataclasses.replace(data, cells=(*beside, *alone)))
+    names = [name for name in drawn if name.startswith("over_floor")]
+    assert names == ["over_floor.png", *(f"over_floor_alone_{index}.png" for index in range(3))]
+    shown = plots(dataclasses.replace(data, cells=beside))
+    assert drawn["over_floor.png"] == shown["over_floor.png"]
 
 
 def test_a_database_without_times_has_a_page_and_no_plots():

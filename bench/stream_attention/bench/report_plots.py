@@ -14,12 +14,23 @@ _MARKS = ("o", "s", "^", "v", "D", "P", "X", "*")
 LOSS = "#c0262d"
 WIN = "#0b6e4f"
 _DPI = 110
+_MOST_CELLS = 40  # of one plot, so that its rows can be read
 
 
 def plots(data: ReportData) -> dict[str, bytes]:
     """File name → PNG. A plot that has nothing to show is left out."""
+    floored = [cell for cell in data.cells if cell.floor_us is not None and cell.timed]
+    beside = [cell for cell in floored if cell.peer is not None]
+    alone = [cell for cell in floored if cell.peer is None]
+    parts = [alone[start : start + _MOST_CELLS] for start in range(0, len(alone), _MOST_CELLS)]
     drawn = {
-        "over_floor.png": _over_floor(data),
+        "over_floor.png": _over_floor(data, beside, "Time against floor"),
+        **{
+            f"over_floor_alone_{index}.png": _over_floor(
+                data, part, f"Time against floor, no peer was asked ({index + 1} of {len(parts)})"
+            )
+            for index, part in enumerate(parts)
+        },
         "speed_up.png": _speed_up(data),
         **{
             f"times_{index}.png": _times(data, family) for index, family in enumerate(data.families)
@@ -68,8 +79,7 @@ def _by_cell(cells: Sequence[CellView]) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _over_floor(data: ReportData) -> bytes | None:
-    cells = [cell for cell in data.cells if cell.floor_us is not None and cell.timed]
+def _over_floor(data: ReportData, cells: Sequence[CellView], title: str) -> bytes | None:
     if not cells:
         return None
     figure, axes = _by_cell(cells)
@@ -87,7 +97,7 @@ def _over_floor(data: ReportData) -> bytes | None:
     axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xlabel("time over the time to read the bytes (1 = floor, log scale)")
-    axes.set_title("Time against floor")
+    axes.set_title(title)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _png(figure)
 
