@@ -53,6 +53,17 @@ def arguments(folder, *more):
     return [evidence, f"--cells={cells}", f"--output_dir={out}", *more]
 
 
+def test_rows_of_which_no_database_is_made_are_told(folders, capsys):
+    store = EvidenceStore(folders / "evidence")
+    store.append([good_row(CELLS[0], "torch", arch="cpu"), good_row(CELLS[1], "torch", arch="cpu")])
+    assert main(arguments(folders)) == 0
+    *_, first, second, third, fourth = capsys.readouterr().out.splitlines()
+    assert first == "2 rows are of cpu: no database is made of those"
+    assert second.startswith("sm_80: 0 of 6 cells decided; wrote ")
+    assert third == f"sm_90: 5 of 6 cells decided; wrote {folders / 'out' / 'sm90.json'}"
+    assert fourth.startswith("sm_100: 0 of 6 cells decided")
+
+
 def test_the_command_writes_a_database_an_architecture_and_says_what_it_decided(folders):
     done = subprocess.run(
         [sys.executable, "-m", "stream_attention.planner.compile_phase_db", *arguments(folders)],

@@ -183,6 +183,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return UNUSABLE
     for database in databases:
         print(summary(database))
+    rows = Counter(row.environment.arch for row in EvidenceStore(flags.evidence).rows())
+    for arch in sorted(set(rows) - set(ARCHS)):
+        print(f"{rows[arch]} rows are of {arch}: no database is made of those")
+    for database in databases:
+        resolved = sum(cell.status != "unresolved" for cell in database.cells)
+        counted = f"{resolved} of {len(database.cells)} cells decided"
+        print(f"{database.arch}: {counted}; wrote {flags.output_dir / file_of(database.arch)}")
     return 0
 
 
