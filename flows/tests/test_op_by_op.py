@@ -213,7 +213,7 @@ class OverWindow(Flow):
         self.over_pages = type(self).reduce(dim=0)
         self.normalize, self.softmax = Normalize(), Softmax(scale=0.125)
         self.blocks = [op(dim=1, block=6) for op in (Mean, Max, Sum)]
-        self.logits, self.turn, self.abs = GeMM(), Transpose(), Abs()
+        self.logits, self.turn, self.abs, self.exp = GeMM(), Transpose(), Abs(), Exp()
         self.rows, self.cols, self.best = Mean(dim=1), L2Norm(dim=2), Max(dim=1)
         self.add, self.load, self.save, self.select = Add(), Load(), Save(), topK()
         self.summary = CSum(dim=1)
@@ -230,7 +230,8 @@ class OverWindow(Flow):
         kept = self.add(shares, self.load(cache["s"], ctx=ctx), ctx=ctx)
         self.save(kept, cache["s"], ctx=ctx)
         again = self.softmax(self.load(cache["s"], ctx=ctx), ctx=ctx)
-        values = self.logits(self.turn(cache["v"], ctx=ctx), self.turn(again, ctx=ctx), ctx=ctx)
+        values = self.turn(self.exp(cache["v"], ctx=ctx), ctx=ctx)  # 1 where there is no token
+        values = self.logits(values, self.turn(again, ctx=ctx), ctx=ctx)
         score = self.cols(values, ctx=ctx)  # [S, 1, 1], of products over tokens
         for op in self.blocks:
             block = self.cols(op(cache["k"], ctx=ctx), ctx=ctx)  # [S, blocks, 1]
