@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from stream_attention.core.errors import Faults, shape_of
 from stream_attention.flows import generated
 from stream_attention.flows.dependent import is_dependent
 from stream_attention.flows.graph import FlowGraph
 from stream_attention.flows.pool_fields import check_fields
+from stream_attention.flows.score_arguments import check_score_arguments
 from stream_attention.flows.score_source import ScoreSource, score_source
 from stream_attention.flows.window import Window
 
@@ -119,7 +119,18 @@ class FusedScores:
         [batch, num_kv_heads, max_pages]. sequence_lengths: [batch] int32, or [batch, num_kv_heads].
         scores: [batch, num_kv_heads, max_pages] float32, contiguous; written in the window alone.
         """
-        self._check(q, page_table, sequence_lengths, scores)
+        check_score_arguments(
+            self.graph,
+            self.group_size,
+            self.num_kv_heads,
+            self.batch,
+            self.max_pages,
+            self.dtype,
+            q=q,
+            page_table=page_table,
+            sequence_lengths=sequence_lengths,
+            scores=scores,
+        )
         for kernel, arguments in self.launches(q, page_table, sequence_lengths, scores):
             kernel[self._grid](**arguments, num_warps=NUM_WARPS, launch_pdl=arguments["DEPENDENT"])
 
@@ -161,32 +172,3 @@ class FusedScores:
                 given |= {f"{name}_token": strides[2]}
             found.append((getattr(self._module, launch.name), {**common, **given}))
         return found
-
-    def _check(self, q: Any, page_table: Any, sequence_lengths: Any, scores: Any) -> None:
-        faults, heads = Faults(), self.num_kv_heads
-        shape = (self.batch, heads * self.group_size, self.graph.head_dim)
-        tables = ((self.batch, self.max_pages), (self.batch, heads, self.max_pages))
-        lengths = ((self.batch,), (self.batch, heads))
-        faults.require(shape_of(q) == shape, "q.shape", shape_of(q), f"must be {shape}")
-        faults.require(q.dtype == self.dtype, "q.dtype", q.dtype, f"must be {self.dtype}")
-        faults.require(q.stride(-1) == 1, "q.stride()", q.stride(), "rows must be contiguous")
-        for name, tensor, shapes in (
-            ("page_table", page_table, tables),
-            ("sequence_lengths", sequence_lengths, lengths),
-        ):
-            found = shape_of(tensor)
-            faults.require(
-                found in shapes, f"{name}.shape", found, f"must be {shapes[0]} or {shapes[1]}"
-            )
-            rule = "must be torch.int32"
-            faults.require(tensor.dtype == torch.int32, f"{name}.dtype", tensor.dtype, rule)
-        faults.require(
-            page_table.stride(-1) == 1, "page_table.stride()", page_table.stride(), "ends in 1"
-        )
-        faults.require(
-            shape_of(scores) == tables[1] and scores.is_contiguous(),
-            "scores.shape",
-            shape_of(scores),
-            f"must be {tables[1]}, contiguous",
-        )
-        faults.raise_if_any(f"flow {self.graph.name}")
