@@ -140,7 +140,8 @@ class OpByOpScores:
             "EOS": self.window.eos,
             "PAGE_SIZE": self.graph.page_size,
         }
-        memory: dict[Source, torch.Tensor] = {"q": q, "scores": scores, **self._buffers}
+        memory: dict[Source, torch.Tensor] = {"q": q, "scores": scores}
+        memory.update(self._buffers)
         found = []
         for step in self._plan.steps:
             given = {**common, **step.constants}
