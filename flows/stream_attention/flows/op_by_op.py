@@ -62,7 +62,7 @@ class OpByOpScores:
         self._check_storage()
         self._plan = Plan(graph, group_size, batch * self.num_kv_heads, max_pages)
         device = next(iter(self._fields.values())).device
-        self._buffers = {
+        self._buffers: dict[Source, Any] = {
             piece: torch.empty(size, dtype=torch.float32, device=device)
             for piece, size in enumerate(self._plan.workspace.sizes)
         }
@@ -140,8 +140,7 @@ class OpByOpScores:
             "EOS": self.window.eos,
             "PAGE_SIZE": self.graph.page_size,
         }
-        memory: dict[Source, torch.Tensor] = {"q": q, "scores": scores}
-        memory.update(self._buffers)
+        memory: dict[Source, Any] = {"q": q, "scores": scores, **self._buffers}
         found = []
         for step in self._plan.steps:
             given = {**common, **step.constants}
