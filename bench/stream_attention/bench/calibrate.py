@@ -34,6 +34,7 @@ from stream_attention.bench.output import UNWRITTEN
 from stream_attention.bench.record_evidence import record, requests_of
 from stream_attention.bench.results import Run
 from stream_attention.bench.screen import say, say_interrupted
+from stream_attention.core.user_paths import user_path
 from stream_attention.planner.compile_phase_db import summary
 from stream_attention.planner.evidence_rules import Context
 from stream_attention.planner.evidence_store import EvidenceStore, EvidenceStoreError
@@ -95,7 +96,7 @@ def _folder(values: flags.FlagValues) -> Path:
             f"--device={device.type}: phase databases are of CUDA devices; use cuda where there is "
             "one"
         )
-    folder = Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."), values.out_dir)
+    folder = user_path(values.out_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

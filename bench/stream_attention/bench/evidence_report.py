@@ -13,7 +13,6 @@ could not be printed; 130 when interrupted.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from stream_attention.bench.report_page import page, summary_lines
 from stream_attention.bench.report_plots import plots
 from stream_attention.bench.screen import UNPRINTED, Screen, Unprintable, say, say_interrupted
 from stream_attention.core.atomic_files import replace_file
+from stream_attention.core.user_paths import user_path
 from stream_attention.planner.evidence import EvidenceRow
 from stream_attention.planner.evidence_store import EvidenceStore, EvidenceStoreError
 from stream_attention.planner.phase_db import ARCHS, PhaseDatabase, load, shipped
@@ -71,7 +71,7 @@ def resolve(values: flags.FlagValues) -> tuple[ReportData, Path]:
 
 def _given(text: str) -> Path:
     """A path relative to where the user stands, also under `bazel run`."""
-    return Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."), text)
+    return user_path(text)
 
 
 def _database(values: flags.FlagValues) -> PhaseDatabase:

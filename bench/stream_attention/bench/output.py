@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from stream_attention.core.atomic_files import replace_file
+from stream_attention.core.user_paths import user_path
 
 UNWRITTEN = 4  # exit status of a program whose results did not reach their file
 
@@ -22,7 +23,7 @@ def output_path(text: str | None) -> Path | None:
     """
     if text is None:
         return None
-    path = Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."), text)
+    path = user_path(text or ".")
     try:
         if not text or path.is_dir():
             raise ValueError(f"--json={text!r}: must name a file; use {Path(text, 'out.json')}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from stream_attention.core.errors import Faults
+from stream_attention.core.user_paths import user_path
 
 _FORM = "must be NAME_OR_PREFIX=DIR[:DIR]"
 
@@ -19,7 +19,7 @@ def parse_paths(entries: Sequence[str], names: Iterable[str]) -> dict[str, tuple
     another form, a key that no contender of `names` begins with, a key twice, a folder that is not
     there.
     """
-    base = Path(os.environ.get("BUILD_WORKING_DIRECTORY", ".")).resolve()
+    base = user_path(".").resolve()
     known, faults = list(names), Faults()
     found: dict[str, tuple[str, ...]] = {}
     for part in (piece for entry in entries for piece in entry.split(",") if piece):

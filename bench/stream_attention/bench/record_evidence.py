@@ -15,7 +15,6 @@ could not be written; 130 when interrupted.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from stream_attention.bench.results import Run
 from stream_attention.bench.routes import ENGINE
 from stream_attention.bench.screen import say, say_interrupted
 from stream_attention.core.atomic_files import replace_file
+from stream_attention.core.user_paths import user_path
 from stream_attention.planner import cell_requests
 from stream_attention.planner.cell_requests import CellRequest
 from stream_attention.planner.cells import Cell
@@ -129,7 +129,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def _given(text: str) -> Path:
     """A path relative to where the user stands, also under `bazel run`."""
-    return Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."), text)
+    return user_path(text)
 
 
 def _runs(values: flags.FlagValues) -> list[Run]:

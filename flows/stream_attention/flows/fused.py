@@ -6,8 +6,9 @@ can be captured in a CUDA graph while lengths and page tables change in place.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,7 @@ from stream_attention.flows import generated
 from stream_attention.flows.dependent import is_dependent
 from stream_attention.flows.graph import FlowGraph
 from stream_attention.flows.pool_fields import check_fields
-from stream_attention.flows.score_arguments import check_score_arguments
+from stream_attention.flows.score_arguments import check_score_arguments, row_arguments
 from stream_attention.flows.score_source import ScoreSource, score_source
 from stream_attention.flows.window import Window
 
@@ -119,6 +120,17 @@ class FusedScores:
         [batch, num_kv_heads, max_pages]. sequence_lengths: [batch] int32, or [batch, num_kv_heads].
         scores: [batch, num_kv_heads, max_pages] float32, contiguous; written in the window alone.
         """
+        for launch in self.bind(q, page_table, sequence_lengths, scores):
+            launch()
+
+    def bind(
+        self,
+        q: torch.Tensor,
+        page_table: torch.Tensor,
+        sequence_lengths: torch.Tensor,
+        scores: torch.Tensor,
+    ) -> tuple[Callable[[], Any], ...]:
+        """The launches of `run` on these tensors, checked now: for tensors that change in place."""
         check_score_arguments(
             self.graph,
             self.group_size,
@@ -131,8 +143,11 @@ class FusedScores:
             sequence_lengths=sequence_lengths,
             scores=scores,
         )
-        for kernel, arguments in self.launches(q, page_table, sequence_lengths, scores):
-            kernel[self._grid](**arguments, num_warps=NUM_WARPS, launch_pdl=arguments["DEPENDENT"])
+        options = {"num_warps": NUM_WARPS, "launch_pdl": self._is_dependent}
+        return tuple(
+            functools.partial(kernel[self._grid], **arguments, **options)
+            for kernel, arguments in self.launches(q, page_table, sequence_lengths, scores)
+        )
 
     def launches(
         self,
@@ -142,23 +157,19 @@ class FusedScores:
         scores: torch.Tensor,
     ) -> list[tuple[Any, dict[str, Any]]]:
         """(kernel, arguments by name) of every launch of `run`, unchecked."""
-        table, lengths = page_table.stride(), sequence_lengths.stride()
-        common = {
+        common = row_arguments(
+            page_table,
+            sequence_lengths,
+            self.num_kv_heads,
+            self.window,
+            self.max_pages,
+            self._max_chunks,
+        )
+        common |= {
             "scores": scores,
             "q": q,
-            "page_table": page_table,
-            "sequence_lengths": sequence_lengths,
-            "max_pages": self.max_pages,
-            "max_chunks": self._max_chunks,
             "q_request": q.stride(0),
             "q_head": q.stride(1),
-            "table_request": table[0],
-            "table_head": table[1] if page_table.ndim == 3 else 0,
-            "length_request": lengths[0],
-            "length_head": lengths[1] if sequence_lengths.ndim == 2 else 0,
-            "HEADS": self.num_kv_heads,
-            "BOS": self.window.bos,
-            "EOS": self.window.eos,
             "DEPENDENT": self._is_dependent,
             "DOT_FP32": os.environ.get("TRITON_INTERPRET", "0") == "1",
         }

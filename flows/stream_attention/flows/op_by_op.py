@@ -20,7 +20,7 @@ from stream_attention.flows.fused import TRITON_DTYPES
 from stream_attention.flows.graph import FlowGraph
 from stream_attention.flows.op_by_op_plan import Place, Plan, Source, Step
 from stream_attention.flows.pool_fields import check_fields
-from stream_attention.flows.score_arguments import check_score_arguments
+from stream_attention.flows.score_arguments import check_score_arguments, row_arguments
 from stream_attention.flows.window import Window
 
 NUM_WARPS = 4
@@ -125,21 +125,15 @@ class OpByOpScores:
         scores: torch.Tensor,
     ) -> list[tuple[Any, dict[str, Any]]]:
         """(kernel, arguments by name) of every launch of `run`, unchecked."""
-        table, lengths = page_table.stride(), sequence_lengths.stride()
-        common = {
-            "page_table": page_table,
-            "sequence_lengths": sequence_lengths,
-            "max_pages": self._plan.max_pages,
-            "max_chunks": self._plan.max_chunks,
-            "table_request": table[0],
-            "table_head": table[1] if page_table.ndim == 3 else 0,
-            "length_request": lengths[0],
-            "length_head": lengths[1] if sequence_lengths.ndim == 2 else 0,
-            "HEADS": self.num_kv_heads,
-            "BOS": self.window.bos,
-            "EOS": self.window.eos,
-            "PAGE_SIZE": self.graph.page_size,
-        }
+        common = row_arguments(
+            page_table,
+            sequence_lengths,
+            self.num_kv_heads,
+            self.window,
+            self._plan.max_pages,
+            self._plan.max_chunks,
+        )
+        common["PAGE_SIZE"] = self.graph.page_size
         memory: dict[Source, Any] = {"q": q, "scores": scores, **self._buffers}
         found = []
         for step in self._plan.steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,13 @@ from stream_attention.core.dtypes import KV_DTYPES, dtype_bytes, dtype_name
 from stream_attention.core.errors import Faults
 from stream_attention.core.ir import is_int
 from stream_attention.core.problem import LAYOUTS
+from stream_attention.flows import generated
 from stream_attention.flows.fields import SUMMARY_DTYPES
 from stream_attention.flows.flow import Flow
 from stream_attention.flows.graph import FlowGraph
 from stream_attention.flows.page_allocator import PageAllocator, PoolExhausted
 from stream_attention.flows.pool_fields import allocate_fields
+from stream_attention.flows.write_kernel import write_source, written_fields
 
 if TYPE_CHECKING:
     from stream_attention.flows.write_launch import WriteLaunch
@@ -164,6 +167,18 @@ class FlowPool:
         from stream_attention.flows.write_launch import WriteLaunch
 
         return WriteLaunch(self, k_new, v_new, page_table, sequence_lengths, **options)
+
+    @functools.cached_property
+    def write_source(self) -> str:
+        """The source of the write launch, written once: every append of a loop uses it."""
+        fields = written_fields(self.graph)
+        dtypes = {field.name: dtype_name(self.fields[field.name].dtype) for field in fields}
+        return write_source(self.graph, dtypes)
+
+    @functools.cached_property
+    def write_kernel(self) -> Any:
+        """The kernel of `write_source`, loaded once."""
+        return generated.load(self.write_source, "flow_write").write
 
     @property
     def num_free(self) -> int:

@@ -93,6 +93,7 @@ class FlowRuntime:
         self.pages, self.page_lengths = page_table, sequence_lengths
         if not self.is_dense:
             self._select(batch, heads, max_pages, max_budget)
+        self._launches = self._bound()
         self.out = torch.zeros_like(q)
         self.plan = engine.plan(
             q,
@@ -117,6 +118,17 @@ class FlowRuntime:
         self.pages = torch.zeros(batch, heads, self._top_k.width, **place)
         self.page_lengths = torch.zeros(batch, heads, **place)
         self.nan_counts = torch.zeros(batch, heads, **place)
+
+    def _bound(self) -> tuple[Any, ...]:
+        """Launches before attention, on the bound tensors: checked once."""
+        found: tuple[Any, ...] = ()
+        row = (self.page_table, self.sequence_lengths)
+        if self._scores is not None:
+            found += self._scores.bind(self.q, *row, self.scores)
+        if self._top_k is not None:
+            outputs = (self.pages, self.page_lengths, self.nan_counts)
+            found += self._top_k.bind(self.scores, *row, *outputs)
+        return found
 
     def _info(self, attended: AttentionInfo, dense_below: int) -> AttentionInfo:
         """What a step reports: exact attention over what the flow chose."""
@@ -170,17 +182,8 @@ class FlowRuntime:
 
     def step(self) -> tuple[torch.Tensor, AttentionInfo]:
         """Score, select and attend for `q`: `(out, info)`; states are updated once."""
-        if self._scores is not None:
-            self._scores.run(self.q, self.page_table, self.sequence_lengths, self.scores)
-        if self._top_k is not None:
-            self._top_k.run(
-                self.scores,
-                self.page_table,
-                self.sequence_lengths,
-                self.pages,
-                self.page_lengths,
-                self.nan_counts,
-            )
+        for launch in self._launches:
+            launch()
         self.plan.run()
         return self.out, self.info
 

@@ -8,6 +8,7 @@ import torch
 
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.flows.graph import FlowGraph
+from stream_attention.flows.window import Window
 
 
 def check_score_arguments(
@@ -57,3 +58,28 @@ def check_score_arguments(
         scores.dtype == torch.float32, "scores.dtype", scores.dtype, "must be torch.float32"
     )
     faults.raise_if_any(f"flow {graph.name}")
+
+
+def row_arguments(
+    page_table: Any,
+    sequence_lengths: Any,
+    num_kv_heads: int,
+    window: Window,
+    max_pages: int,
+    max_chunks: int,
+) -> dict[str, Any]:
+    """What every score kernel takes to find the candidates of its row, by name."""
+    table, lengths = page_table.stride(), sequence_lengths.stride()
+    return {
+        "page_table": page_table,
+        "sequence_lengths": sequence_lengths,
+        "max_pages": max_pages,
+        "max_chunks": max_chunks,
+        "table_request": table[0],
+        "table_head": table[1] if page_table.ndim == 3 else 0,
+        "length_request": lengths[0],
+        "length_head": lengths[1] if sequence_lengths.ndim == 2 else 0,
+        "HEADS": num_kv_heads,
+        "BOS": window.bos,
+        "EOS": window.eos,
+    }

@@ -12,7 +12,9 @@ one captured graph serves every step. Answers equal those of `selection.select` 
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,18 +253,43 @@ class TopK:
         out_nan_counts [batch, num_kv_heads] int32, candidates whose score is NaN. aux: a tensor for
         the plan's device functions. ValueError where a shape, dtype, stride or device is not so.
         """
+        for launch in self.bind(
+            scores,
+            page_table,
+            sequence_lengths,
+            out_page_table,
+            out_lengths,
+            out_nan_counts,
+            aux,
+        ):
+            launch()
+
+    def bind(
+        self,
+        scores: Any,
+        page_table: Any,
+        sequence_lengths: Any,
+        out_page_table: Any,
+        out_lengths: Any,
+        out_nan_counts: Any = None,
+        aux: Any = None,
+    ) -> tuple[Callable[[], Any], ...]:
+        """The launches of `run` on these tensors, checked now: for tensors that change in place."""
         outputs = (out_page_table, out_lengths, out_nan_counts)
         self._check_run(scores, page_table, sequence_lengths, outputs)
-        batch, heads = scores.shape[:2]
-        if not batch * heads:
-            return
-        kernels = self._kernels
-        for kernel, grid, args, meta in self._launches(
-            scores, page_table, sequence_lengths, outputs, aux
-        ):
-            getattr(kernels if hasattr(kernels, kernel) else self._long_kernels, kernel)[grid](
-                **args, **meta
+        if not scores.shape[0] * scores.shape[1]:
+            return ()
+        modules = (self._kernels, self._long_kernels)
+        return tuple(
+            functools.partial(
+                next(getattr(module, name) for module in modules if hasattr(module, name))[grid],
+                **arguments,
+                **meta,
             )
+            for name, grid, arguments, meta in self._launches(
+                scores, page_table, sequence_lengths, outputs, aux
+            )
+        )
 
     def _launches(
         self, scores: Any, page_table: Any, lengths: Any, outputs: Any, aux: Any

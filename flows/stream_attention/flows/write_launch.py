@@ -19,9 +19,8 @@ from stream_attention.core.cache_checks import is_dense
 from stream_attention.core.dtypes import QUERY_DTYPES, dtype_name
 from stream_attention.core.errors import Faults, shape_of
 from stream_attention.core.ir import is_int
-from stream_attention.flows import generated
 from stream_attention.flows.dependent import is_dependent
-from stream_attention.flows.write_kernel import lanes_of, write_source, written_fields
+from stream_attention.flows.write_kernel import lanes_of, written_fields
 
 if TYPE_CHECKING:
     from stream_attention.flows.pool import FlowPool
@@ -81,8 +80,7 @@ class WriteLaunch:
         self._grid = (batch * pool.num_kv_heads * touched,)
         strides = pool.fields["k"].stride()
         fields = written_fields(pool.graph)
-        dtypes = {field.name: dtype_name(pool.fields[field.name].dtype) for field in fields}
-        self.source = write_source(pool.graph, dtypes)
+        self.source = pool.write_source
         self._args = (
             *(k_new, *_new_strides(k_new)),
             *(v_new, *_new_strides(v_new)),
@@ -109,10 +107,7 @@ class WriteLaunch:
 
     @property
     def _kernel(self) -> Any:
-        kernel = self.__dict__.get("_loaded")
-        if kernel is None:
-            kernel = self._loaded = generated.load(self.source, "flow_write").write
-        return kernel
+        return self.pool.write_kernel
 
 
 def _new_strides(new: Any) -> tuple[int, int, int]:
