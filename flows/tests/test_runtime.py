@@ -43,6 +43,17 @@ def append(runtime, counts):
         runtime.sequence_lengths.add_(active * count)
         new = torch.randn(2, BATCH, count, HEADS, DIM)
         runtime.append(new[0], new[1], active)
+        for row in active.nonzero().flatten().tolist():
+            assert_appended(runtime, row, new[:, row])
+
+
+def assert_appended(runtime, row, new):
+    """The last tokens of a request's pages are those of `new`, [2, n, HEADS, DIM]."""
+    size, length = runtime.pool.page_size, int(runtime.sequence_lengths[row])
+    places = torch.arange(length - new.shape[1], length)
+    pages = runtime.page_table[row, places // size].long()
+    for name, tokens in zip(("k", "v"), new, strict=True):
+        assert torch.equal(runtime.pool.fields[name][pages, :, places % size], tokens)
 
 
 def attended(runtime, row, head, pages, tokens):
